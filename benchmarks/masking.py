@@ -30,6 +30,7 @@ from benchmarks.report import table, write_result
 from lightning_protrain.data.batches.encode import ChatEncoder
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
 from lightning_protrain.data.chat.check_turns import UntrainableError
+from lightning_protrain.data.chat.marker_search import lay_out
 from lightning_protrain.data.chat.markers import Marker, Markers, RoleMarkers
 from lightning_protrain.data.chat.mask import MaskOptions, find_turns, mask_turns, trained_tokens
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
@@ -149,7 +150,8 @@ def conversations(shape: Shape, seed: int = 0) -> Ids:
 
 def ours(ids: Ids, markers: Markers) -> NDArray[np.bool_]:
     """Mask with the package."""
-    return trained_tokens(ids, scan(ids, markers), markers, OPTIONS)
+    rows = lay_out(ids)
+    return trained_tokens(rows, scan(rows, markers), markers, OPTIONS).reshape(ids.shape)
 
 
 def plain(rows: Sequence[Sequence[int]], markers: Markers) -> list[list[bool]]:
@@ -206,7 +208,7 @@ def measure(shape: Shape, rounds: int, slow_rounds: int) -> Timing:
         for taken, run in zip(times, runs if number < slow_rounds else runs[:1], strict=False):
             taken.append(_milliseconds(run))
     best = [(min(taken), statistics.median(taken)) for taken in times]
-    return Timing(shape.name, scan(ids, markers).start.size, best[0], best[1], best[2], shape.wanted_ms)
+    return Timing(shape.name, scan(lay_out(ids), markers).start.size, best[0], best[1], best[2], shape.wanted_ms)
 
 
 def render(timings: Sequence[Timing]) -> str:

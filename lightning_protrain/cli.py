@@ -66,7 +66,7 @@ class ParameterCount(ModelSummary):
     def summarize(summary_data: Any, total_parameters: int, trainable_parameters: int, *_: Any, **__: Any) -> None:
         """Print the number of all parameters and of trained parameters."""
         total, trained = (
-            get_human_readable_count(int(each)).strip() for each in (total_parameters, trainable_parameters)
+            get_human_readable_count(int(count)).strip() for count in (total_parameters, trainable_parameters)
         )
         share = "all" if total_parameters == trainable_parameters else trained
         rank_zero_info(f"Parameters of the model: {total}, {share} of them trained.")
@@ -82,8 +82,8 @@ class ShortProgress(RichProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return the metrics to show beside the bar."""
         shown = super().get_metrics(trainer, pl_module)
-        kept = {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("val_")}
-        return {name.removeprefix("train_"): value for name, value in kept.items()}
+        metrics = {name: value for name, value in shown.items() if name != "v_num" and not name.startswith("val_")}
+        return {name.removeprefix("train_"): value for name, value in metrics.items()}
 
     def _update_metrics(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # PlanMonitor adds predictions to what `get_metrics` returns.
@@ -127,9 +127,9 @@ class ConfigCopy(SaveConfigCallback):
     def _is_of_the_user(self, path: Path) -> bool:
         if not path.is_file():
             return False
-        given = [Path(str(each)) for each in self.config.get("config") or ()]
+        configs = [Path(str(config)) for config in self.config.get("config") or ()]
         written = path.read_bytes().startswith(b"# lightning.pytorch==")
-        return not written or any(each.is_file() and path.samefile(each) for each in given)
+        return not written or any(config.is_file() and path.samefile(config) for config in configs)
 
 
 class ProTrainCLI(LightningCLI):
@@ -174,30 +174,30 @@ class ProTrainCLI(LightningCLI):
         Raises:
             ValueError: If a config is wrong; the message names the key.
         """
-        given = sys.argv[1:] if args is None else args
-        if not isinstance(given, list):
+        arguments = sys.argv[1:] if args is None else args
+        if not isinstance(arguments, list):
             self._arguments: list[str] = []
             super().parse_arguments(parser, args)
             return
-        self._arguments = _joined(given)
+        self._arguments = _joined(arguments)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "LightningCLI's args parameter")
                 super().parse_arguments(parser, self._arguments)
             # jsonargparse takes a mapping in an option as text if a class refuses it and text is allowed.
             taken = any(isinstance(read_text(value), dict) for value in self.config.values() if isinstance(value, str))
-            said = mistake_in(*self._parser_and_options(parser)) if taken else None
-            if said is None:
+            mistake = mistake_in(*self._parser_and_options(parser)) if taken else None
+            if mistake is None:
                 return
         except (ArgumentError, UnicodeDecodeError) as error:
             name = self._arguments[0] if self._arguments else ""
             subparsers = getattr(self, "_subcommand_parsers", {})
             if subparsers and name not in subparsers:
                 commands = (*subparsers, "fits", *FILE_COMMANDS)
-                said = f"lightning-protrain needs a command, one of {', '.join(commands)}" + nearest(name, commands)
+                mistake = f"lightning-protrain needs a command, one of {', '.join(commands)}" + nearest(name, commands)
             else:
-                said = explain(*self._parser_and_options(parser), error)
-        raise ValueError(said)
+                mistake = explain(*self._parser_and_options(parser), error)
+        raise ValueError(mistake)
 
     def _parser_and_options(self, parser: LightningArgumentParser) -> tuple[LightningArgumentParser, list[str]]:
         """Return the parser of the subcommand and its options, or the whole parser and all options without one."""
@@ -225,8 +225,12 @@ class ProTrainCLI(LightningCLI):
                 self.model.check_model()  # Before there are several processes, which would all say it.
             return
         except REFUSALS as error:
-            said = [each for each in self._refused if is_refusal(each) and str(each).partition("\n")[0] in str(error)]
-            refusal = refusal_in(error) or next(reversed(said), None)
+            refused = [
+                earlier
+                for earlier in self._refused
+                if is_refusal(earlier) and str(earlier).partition("\n")[0] in str(error)
+            ]
+            refusal = refusal_in(error) or next(reversed(refused), None)
             if refusal is None and "NoneType" in str(error):
                 _, *options = self._arguments if self.subcommand else ["", *self._arguments]
                 null = mistake_in(self._parser(self.subcommand), options)
@@ -238,13 +242,15 @@ class ProTrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer; replace Lightning's default summary and progress bar by shorter ones."""
         trainer: Any = super().instantiate_trainer(**kwargs)
-        given = (self.config[self.subcommand] if self.subcommand else self.config)["trainer"].get("callbacks") or []
-        if not any("Summary" in str(each) for each in (given if isinstance(given, list) else [given])):
+        callbacks = (self.config[self.subcommand] if self.subcommand else self.config)["trainer"].get("callbacks") or []
+        if not any("Summary" in str(entry) for entry in (callbacks if isinstance(callbacks, list) else [callbacks])):
             summaries = (ModelSummary, RichModelSummary)
-            trainer.callbacks = [ParameterCount() if type(each) in summaries else each for each in trainer.callbacks]
-        if not any("ProgressBar" in str(each) for each in (given if isinstance(given, list) else [given])):
+            trainer.callbacks = [ParameterCount() if type(entry) in summaries else entry for entry in trainer.callbacks]
+        if not any(
+            "ProgressBar" in str(entry) for entry in (callbacks if isinstance(callbacks, list) else [callbacks])
+        ):
             trainer.callbacks = [
-                ShortProgress() if type(each) is RichProgressBar else each for each in trainer.callbacks
+                ShortProgress() if type(entry) is RichProgressBar else entry for entry in trainer.callbacks
             ]
         made: Trainer = trainer
         return made
@@ -252,7 +258,7 @@ class ProTrainCLI(LightningCLI):
     def before_predict(self) -> None:
         """Warn if the predictions will be lost."""
         callbacks: list[Any] = getattr(self.trainer, "callbacks", [])
-        if not any(isinstance(each, BasePredictionWriter) for each in callbacks):
+        if not any(isinstance(entry, BasePredictionWriter) for entry in callbacks):
             rank_zero_warn(
                 "The predictions will be lost: give the trainer a callback that writes them, of a class derived from "
                 "BasePredictionWriter, or call Trainer.predict in Python, which returns them."
@@ -287,12 +293,12 @@ class ProTrainCLI(LightningCLI):
         Raises:
             ValueError: If the accelerator or the strategy is unknown, or the number of devices is not allowed.
         """
-        given = self.config[self.subcommand] if self.subcommand else self.config
-        _check_trainer(given["trainer"], given.get("ckpt_path"))
-        if self.subcommand != "fit" or given.get("ckpt_path"):
+        arguments = self.config[self.subcommand] if self.subcommand else self.config
+        _check_trainer(arguments["trainer"], arguments.get("ckpt_path"))
+        if self.subcommand != "fit" or arguments.get("ckpt_path"):
             warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
         if self.subcommand not in ("plan", "preview"):
-            refuse_absent_gpu(given["trainer"])
+            refuse_absent_gpu(arguments["trainer"])
             return
         self.save_config_callback = None
         config = self.config[self.subcommand]
@@ -318,7 +324,9 @@ class ProTrainCLI(LightningCLI):
         refuse_absent_gpu(config["trainer"])
         callbacks = config["trainer"].get("callbacks")
         if isinstance(callbacks, list):  # Checkpoint callbacks would make folders.
-            config["trainer"]["callbacks"] = [each for each in callbacks if not each.class_path.endswith("Checkpoint")]
+            config["trainer"]["callbacks"] = [
+                entry for entry in callbacks if not entry.class_path.endswith("Checkpoint")
+            ]
 
     def _parse_ckpt_path(self) -> None:
         """Take the model's arguments from the checkpoint, and warn if the user has given other arguments.
@@ -326,7 +334,7 @@ class ProTrainCLI(LightningCLI):
         Raises:
             ValueError: If the file is damaged, or not a checkpoint.
         """
-        given = self._model_arguments()
+        arguments = self._model_arguments()
         path = self.config[self.config["subcommand"]].get("ckpt_path") if self.config.get("subcommand") else None
         if path not in (None, "best", "last", "hpc") and "://" not in path and not path.startswith("registry:"):
             path = str(checkpoint_path(Path(path), sharded=True))  # It may be the link `last` or `best`.
@@ -342,9 +350,9 @@ class ProTrainCLI(LightningCLI):
             load_stock(Path(path))  # Raises ValueError for a damaged file.
             raise ValueError(f"{path} is not a checkpoint of Lightning.") from None
         replaced = {
-            name: f"model.{name}={value!r} instead of {given[name]!r}"
+            name: f"model.{name}={value!r} instead of {arguments[name]!r}"
             for name, value in self._model_arguments().items()
-            if given.get(name) not in (None, value)
+            if arguments.get(name) not in (None, value)
         }
         if replaced:
             rank_zero_warn(
@@ -379,14 +387,14 @@ def _joined(arguments: Sequence[str]) -> list[str]:
     `--host-memory`, are replaced by underscores.
     """
     joined: list[str] = []
-    for each in arguments:
-        if re.match(r"--[a-z]+-[a-z-]+(=|$)", each):
-            name, equals, value = each.partition("=")
-            each = f"--{name[2:].replace('-', '_')}{equals}{value}"
-        if re.match(r"-\.?\d", each) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
-            joined[-1] += f"={each}"
+    for argument in arguments:
+        if re.match(r"--[a-z]+-[a-z-]+(=|$)", argument):
+            name, equals, value = argument.partition("=")
+            argument = f"--{name[2:].replace('-', '_')}{equals}{value}"
+        if re.match(r"-\.?\d", argument) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
+            joined[-1] += f"={argument}"
         else:
-            joined.append(each)
+            joined.append(argument)
     return joined
 
 
@@ -412,8 +420,8 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
     ):
         raise ValueError(f"`trainer.devices: {devices}` must be a positive number, a list of numbers, -1 or auto.")
     callbacks = settings.get("callbacks") or []
-    arguments = [each.get("init_args") or {} for each in (callbacks if isinstance(callbacks, list) else [callbacks])]
-    if ckpt_path == "best" and not any(each.get("monitor") for each in arguments):
+    arguments = [entry.get("init_args") or {} for entry in (callbacks if isinstance(callbacks, list) else [callbacks])]
+    if ckpt_path == "best" and not any(entry.get("monitor") for entry in arguments):
         raise ValueError(
             "`ckpt_path: best` requires a callback with a `monitor`, such as val_loss: set it for ProTrainCheckpoint "
             "or ModelCheckpoint, or give the path of the checkpoint."
@@ -486,8 +494,8 @@ def end(error: BaseException) -> NoReturn:
         sys.exit(1)
     if not is_refusal(error):
         raise error
-    said = "\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())])
-    sys.exit(folded(said) if sys.stderr.isatty() else said)
+    text = "\n".join([f"lightning-protrain: {sentence(error)}", *getattr(error, "__notes__", ())])
+    sys.exit(folded(text) if sys.stderr.isatty() else text)
 
 
 if __name__ == "__main__":  # as by `torchrun -m lightning_protrain.cli`

@@ -74,11 +74,8 @@ MORE_MODULES = {
 # Arguments beside `self` of a constructor and of any other function, and what takes more, as above.
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_ARGUMENTS = 6, 5
 MORE_ARGUMENTS = {
-    "data.batches.pack.pack": 6,
     "data.batches.sampler.EpochSampler.__init__": 8,
     "data.chat.mask._trained_turns": 6,
-    "data.chat.mask.trained_tokens": 7,
-    "data.sources.dataset.count": 9,
     "device.topology.find_peers": 6,
     "device.topology.peers_found": 6,
     "device.topology.probe": 6,

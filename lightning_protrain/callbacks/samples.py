@@ -13,7 +13,7 @@ from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_protrain.data.chat.verify_format import REFUSALS
+from lightning_protrain.data.chat.render import REFUSALS
 from lightning_protrain.distributed.failures import failing_together, warning_together
 from lightning_protrain.trainer_events import CopyableCallback, validates
 

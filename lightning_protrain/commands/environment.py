@@ -73,9 +73,9 @@ def _packages() -> list[str]:
         required = requires(_PACKAGE) or []
     except PackageNotFoundError:  # It is run from a folder, and not installed.
         return list(_WITHOUT_METADATA)
-    for each in map(Requirement, required):
-        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in _EXTRAS):
-            names[each.name] = None
+    for requirement in map(Requirement, required):
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in _EXTRAS):
+            names[requirement.name] = None
     return list(names)
 
 
@@ -102,11 +102,11 @@ def _quota() -> str:
 
 def _memory() -> str:
     memory, left = psutil.virtual_memory(), group_free_bytes()
-    said = [f"{short_bytes(memory.total)}, of which {short_bytes(memory.available)} are free"]
-    said.append("no limit of a control group" if left is None else f"control groups allow {short_bytes(left)}")
+    parts = [f"{short_bytes(memory.total)}, of which {short_bytes(memory.available)} are free"]
+    parts.append("no limit of a control group" if left is None else f"control groups allow {short_bytes(left)}")
     if os.path.isdir("/dev/shm"):
-        said.append(f"/dev/shm has {short_bytes(psutil.disk_usage('/dev/shm').free)} free")
-    return "; ".join(said)
+        parts.append(f"/dev/shm has {short_bytes(psutil.disk_usage('/dev/shm').free)} free")
+    return "; ".join(parts)
 
 
 def _lockable() -> str:

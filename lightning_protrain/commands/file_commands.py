@@ -53,35 +53,35 @@ def file_command(arguments: Sequence[str]) -> int:
         )
     command.add_argument("--adapter", type=Path, help="a second new folder, for the adapters alone in PEFT's format")
     commands.add_parser("env")
-    given = parser.parse_args(arguments)
-    if given.command == "env":
+    options = parser.parse_args(arguments)
+    if options.command == "env":
         sys.stdout.write(f"{environment.describe()}\n")
         return 0
-    name = "path" if given.command == "inspect" else "checkpoint"
-    folder: Path = discover.pointed(getattr(given, name)) or getattr(given, name)
-    setattr(given, name, folder)
-    if given.command not in ("export", "merge") and folder.is_file():
+    name = "path" if options.command == "inspect" else "checkpoint"
+    folder: Path = discover.pointed(getattr(options, name)) or getattr(options, name)
+    setattr(options, name, folder)
+    if options.command not in ("export", "merge") and folder.is_file():
         parser.error(
-            f"{folder} is a file, but `{given.command}` reads folders of ProTrainCheckpoint. Any Trainer can resume "
+            f"{folder} is a file, but `{options.command}` reads folders of ProTrainCheckpoint. Any Trainer can resume "
             "from a .ckpt file, and `export` and `merge` can read it."
         )
     try:
-        if hasattr(given, "take"):
-            given.checkpoint = discover.checkpoint_at(given.checkpoint, given.take)
-        if given.command == "consolidate":
-            convert = None if given.dtype is None else to_float32
-            consolidation.consolidate(given.checkpoint, given.file, source=given.source, convert=convert)
-            _say_written(given.checkpoint, given.file)
+        if hasattr(options, "take"):
+            options.checkpoint = discover.checkpoint_at(options.checkpoint, options.take)
+        if options.command == "consolidate":
+            convert = None if options.dtype is None else to_float32
+            consolidation.consolidate(options.checkpoint, options.file, source=options.source, convert=convert)
+            _say_written(options.checkpoint, options.file)
             return 0
-        if given.command == "export":
-            export.export(given.checkpoint, given.folder, given.tokenizer, given.dtype)
-            _say_written(given.checkpoint, given.folder)
+        if options.command == "export":
+            export.export(options.checkpoint, options.folder, options.tokenizer, options.dtype)
+            _say_written(options.checkpoint, options.folder)
             return 0
-        if given.command == "merge":
-            export.merge(given.checkpoint, given.folder, given.tokenizer, given.dtype, given.adapter)
-            _say_written(given.checkpoint, given.folder, given.adapter)
+        if options.command == "merge":
+            export.merge(options.checkpoint, options.folder, options.tokenizer, options.dtype, options.adapter)
+            _say_written(options.checkpoint, options.folder, options.adapter)
             return 0
-        text, good = inspection.inspect(given.path, given.verify)
+        text, good = inspection.inspect(options.path, options.verify)
     except (ValueError, OSError, SafetensorError) as error:
         parser.error(sentence(error))
     sys.stdout.write(f"{text}\n")

@@ -98,10 +98,10 @@ def sentence(error: BaseException) -> str:
 
 def refusal_in(error: BaseException) -> BaseException | None:
     """Return the error itself if it is a refusal, else the refusal among its causes, or None."""
-    found: BaseException | None = error
-    while found is not None and not is_refusal(found):
-        found = found.__cause__
-    return found
+    cause: BaseException | None = error
+    while cause is not None and not is_refusal(cause):
+        cause = cause.__cause__
+    return cause
 
 
 def key_in(config: Mapping[str, Any], error: BaseException) -> str | None:
@@ -117,14 +117,18 @@ def key_in(config: Mapping[str, Any], error: BaseException) -> str | None:
     message, settings = str(error), list(_settings(config))
     calls = [frame for frame, _ in walk_tb(error.__traceback__)]
     methods = [(type(frame.f_locals.get("self")).__name__, frame.f_code.co_name) for frame in reversed(calls)]
-    kinds = {each.kind for each in settings}
+    kinds = {setting.kind for setting in settings}
     kind, method = next(((kind, method) for kind, method in methods if kind in kinds), ("", ""))
-    own = [each for each in settings if kind and each.kind == kind]
-    within = (_given(message, own), _quoted(message, own, names=True), _named(message, own))
+    settings_of_class = [setting for setting in settings if kind and setting.kind == kind]
+    within = (
+        _given(message, settings_of_class),
+        _quoted(message, settings_of_class, names=True),
+        _named(message, settings_of_class),
+    )
     for keys in (*within, _given(message, settings), _quoted(message, settings)):
         if len(keys) == 1:
             return keys.pop()
-    holders = {each.holder for each in own}
+    holders = {setting.holder for setting in settings_of_class}
     return holders.pop() if method == "__init__" and len(holders) == 1 else None
 
 
@@ -156,16 +160,19 @@ def _settings(value: Any, key: str = "", name: str = "", kind: str = "", holder:
         yield _Setting(key, name, value, kind, holder)
     items: Iterable[tuple[str, str, Any]] = ()
     if isinstance(value, Mapping):
-        items = [(f"{key}.{inner}" if key else str(inner), str(inner), each) for inner, each in value.items()]
+        items = [(f"{key}.{inner}" if key else str(inner), str(inner), element) for inner, element in value.items()]
     elif isinstance(value, list):
-        items = [(f"{key}[{index}]", name, each) for index, each in enumerate(value)]
-    for inner_key, inner, each in items:
-        yield from _settings(each, inner_key, inner, kind, holder)
+        items = [(f"{key}[{index}]", name, element) for index, element in enumerate(value)]
+    for inner_key, inner, element in items:
+        yield from _settings(element, inner_key, inner, kind, holder)
 
 
 def _given(message: str, settings: Iterable[_Setting]) -> set[str]:
     """Return the keys whose name and value begin a message, as in `batch_size=0: give` or `learning_rate is -1.0;`."""
-    begins = {each.key: (f"{each.name}={each.value!r}", f"{each.name} is {each.value!r}") for each in settings}
+    begins = {
+        setting.key: (f"{setting.name}={setting.value!r}", f"{setting.name} is {setting.value!r}")
+        for setting in settings
+    }
     return {key for key, beginnings in begins.items() if message.startswith(beginnings)}
 
 
@@ -178,15 +185,15 @@ def _quoted(message: str, settings: Iterable[_Setting], names: bool = False) -> 
         names: True also searches for quoted names, as in `'head' is not a key`.
     """
     places: dict[int, set[str]] = {}
-    for each in settings:
-        patterns = [f"'{re.escape(each.name)}'"] if names else []
-        if isinstance(each.value, str) and each.value:
-            patterns.append(re.escape(repr(each.value)))
-            if re.search(r"[./]", each.value):  # Paths may have no quotes.
-                patterns.append(rf"(?<![\w/.-]){re.escape(each.value)}(?!\.?[\w/-])")
-        found = [match.start() for pattern in patterns for match in re.finditer(pattern, message)]
-        if found:
-            places.setdefault(min(found), set()).add(each.key)
+    for setting in settings:
+        patterns = [f"'{re.escape(setting.name)}'"] if names else []
+        if isinstance(setting.value, str) and setting.value:
+            patterns.append(re.escape(repr(setting.value)))
+            if re.search(r"[./]", setting.value):  # Paths may have no quotes.
+                patterns.append(rf"(?<![\w/.-]){re.escape(setting.value)}(?!\.?[\w/-])")
+        starts = [match.start() for pattern in patterns for match in re.finditer(pattern, message)]
+        if starts:
+            places.setdefault(min(starts), set()).add(setting.key)
     return places[min(places)] if places else set()
 
 
@@ -196,7 +203,7 @@ def _named(message: str, settings: Sequence[_Setting]) -> set[str]:
     Of several settings with that name, return those with the shortest keys.
     """
     for word in re.findall(r"^\w+|\w+(?==)|(?<=`)\w+(?=`)", message):
-        keys = {each.key for each in settings if each.name == word}
+        keys = {setting.key for setting in settings if setting.name == word}
         if keys:
             least = min(key.count(".") for key in keys)
             return {key for key in keys if key.count(".") == least}
@@ -225,14 +232,14 @@ def explain(parser: ArgumentParser, arguments: Sequence[str], error: Exception) 
         arguments: Options of the subcommand, as on the command line.
         error: Error of the parser; its message is returned if no mistake is found.
     """
-    if found := mistake_in(parser, arguments):
-        return found
-    said = " ".join(str(error).split())
-    if nested := re.findall(r'Parser key "([\w.]+)"', said):
+    if mistake := mistake_in(parser, arguments):
+        return mistake
+    reason = " ".join(str(error).split())
+    if nested := re.findall(r'Parser key "([\w.]+)"', reason):
         return f"`{'.'.join(nested)}` has a value of a wrong type. See the documentation of its class."
-    stray = said.rpartition(" ")[2]
-    is_config = said.startswith("unrecognized arguments") and stray.endswith((".yaml", ".yml"))
-    return f"{said}; did you mean `--config {stray}`?" if is_config else said
+    stray = reason.rpartition(" ")[2]
+    is_config = reason.startswith("unrecognized arguments") and stray.endswith((".yaml", ".yml"))
+    return f"{reason}; did you mean `--config {stray}`?" if is_config else reason
 
 
 def mistake_in(parser: ArgumentParser, arguments: Sequence[str]) -> str | None:
@@ -254,22 +261,22 @@ def mistake_in(parser: ArgumentParser, arguments: Sequence[str]) -> str | None:
         if isinstance(content, str):
             return content
         tree = _merged(tree, content)
-    found = _mistake_among(_hints(parser), tree, "", "the config")
-    if found is None:
+    mistake = _mistake_among(_hints(parser), tree, "", "the config")
+    if mistake is None:
         return None
-    key, said = found
+    key, text = mistake
     source = source_of(arguments, key)
-    return said if source is None else f"{source}: {said}"
+    return text if source is None else f"{source}: {text}"
 
 
 def source_of(arguments: Sequence[str], key: str) -> str | None:
     """Return the last config file that sets a key, or "command line"; None if the key is not set."""
-    found, path = None, re.findall(r"[^.\[\]]+", key)
+    source, path = None, re.findall(r"[^.\[\]]+", key)
     for name, value in _options(arguments):
         is_file = name in ("c", "config")
         if _holds(_config_in(value) if is_file else _put({}, name, value), path):
-            found = value if is_file else COMMAND_LINE
-    return found
+            source = value if is_file else COMMAND_LINE
+    return source
 
 
 def nearest(name: str, names: Iterable[str], form: str = "`{}`") -> str:
@@ -333,15 +340,19 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
             inner[part] = {"class_path": text} if re.fullmatch(r"(\w+\.)*[A-Z]\w*", text) else {}
         node = inner[part]
         if isinstance(node, list):  # Options after `+=` belong to the last element.
-            node[-1:] = [each if isinstance(each, dict) else {"class_path": each} for each in node[-1:]] or [{}]
+            node[-1:] = [
+                element if isinstance(element, dict) else {"class_path": element} for element in node[-1:]
+            ] or [{}]
             node = node[-1]
     inner = _inner(node, last)
     content: Any = read_text(value)
-    if isinstance(content, dict) or (isinstance(content, list) and any(isinstance(each, dict) for each in content)):
+    if isinstance(content, dict) or (
+        isinstance(content, list) and any(isinstance(element, dict) for element in content)
+    ):
         value = content
     if name.endswith("+"):
-        before = inner.get(last)
-        inner[last] = [*(before if isinstance(before, list) else []), value]
+        old = inner.get(last)
+        inner[last] = [*(old if isinstance(old, list) else []), value]
     else:
         inner[last] = value
     return tree
@@ -381,7 +392,7 @@ def _holds(content: Any, path: Sequence[str]) -> bool:
     if path[0].isdigit() and path[0] not in content:  # Options have no index: they belong to the last element.
         return _holds(content, path[1:])
     deeper = [content.get("init_args"), content.get("dict_kwargs")]
-    return (path[0] in content and _holds(content[path[0]], path[1:])) or any(_holds(each, path) for each in deeper)
+    return (path[0] in content and _holds(content[path[0]], path[1:])) or any(_holds(inner, path) for inner in deeper)
 
 
 def _hints(parser: ArgumentParser) -> dict[str, Any]:
@@ -390,7 +401,9 @@ def _hints(parser: ArgumentParser) -> dict[str, Any]:
     A type includes null only if it says so, or null is the default of the argument.
     """
     actions = [
-        each for each in parser._actions if not each.dest.endswith("help") and type(each) is not ActionConfigFile
+        action
+        for action in parser._actions
+        if not action.dest.endswith("help") and type(action) is not ActionConfigFile
     ]
     groups = {action.dest.rpartition(".")[0] for action in actions}
     hints: dict[str, Any] = {}
@@ -417,17 +430,19 @@ def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: 
     for name, value in values.items():
         key = f"{prefix}{name}"
         if name in hints:
-            found = _mistake(key, hints[name], value)
+            mistake = _mistake(key, hints[name], value)
         elif below := {
-            hint.removeprefix(f"{name}."): each for hint, each in hints.items() if hint.startswith(f"{name}.")
+            hint.removeprefix(f"{name}."): below_hint
+            for hint, below_hint in hints.items()
+            if hint.startswith(f"{name}.")
         }:
-            given = value if isinstance(value, Mapping) else {}
-            found = _mistake_among(below, given, f"{key}.", f"`{key}`")
+            mapping = value if isinstance(value, Mapping) else {}
+            mistake = _mistake_among(below, mapping, f"{key}.", f"`{key}`")
         else:
             known = {hint.partition(".")[0] for hint in hints} | ({"config"} if not prefix else set())
-            found = key, f"`{key}: {_short(value)}` is not known to {owner}{nearest(str(name), known)}"
-        if found is not None:
-            return found
+            mistake = key, f"`{key}: {_short(value)}` is not known to {owner}{nearest(str(name), known)}"
+        if mistake is not None:
+            return mistake
     return None
 
 
@@ -440,24 +455,24 @@ def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
     kinds = _members(hint)
     if isinstance(value, list):
         lists = [kind for kind in kinds if get_origin(kind) in (list, Sequence, Iterable) and get_args(kind)]
-        for index, each in enumerate(value if lists else []):
+        for index, element in enumerate(value if lists else []):
             part = reduce(operator.or_, (get_args(kind)[0] for kind in lists))
-            if (found := _mistake(f"{key}[{index}]", part, each)) is not None:
-                return found
+            if (mistake := _mistake(f"{key}[{index}]", part, element)) is not None:
+                return mistake
     classes = [kind for kind in kinds if isinstance(kind, type) and kind.__module__ not in _PLAIN]
     if isinstance(value, Mapping):
         for part in [get_args(kind)[1] for kind in kinds if get_origin(kind) in (dict, Mapping)]:
-            for name, each in value.items():
-                if (found := _mistake(f"{key}.{name}", part, each)) is not None:
-                    return found
+            for name, element in value.items():
+                if (mistake := _mistake(f"{key}.{name}", part, element)) is not None:
+                    return mistake
     if isinstance(value, Mapping) or (isinstance(value, str) and str not in kinds):
         for base in classes:
-            if (found := _mistake_in_class(key, base, value)) is not None:
-                return found
+            if (mistake := _mistake_in_class(key, base, value)) is not None:
+                return mistake
     if accepted:
         return None
     wanted = list(dict.fromkeys(word for kind in kinds for word in _described(kind)))
-    choices = [str(each) for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+    choices = [str(element) for kind in kinds if get_origin(kind) is Literal for element in get_args(kind)]
     end = nearest(str(value), choices) if choices else "."
     listed = ", ".join(wanted[:-1]) + (" or " if len(wanted) > 1 else "") + wanted[-1]
     return key, f"`{key}: {_short(value)}` must be {listed}{end}"
@@ -465,27 +480,27 @@ def _mistake(key: str, hint: Any, value: Any) -> _Found | None:
 
 def _mistake_in_class(key: str, base: type, value: str | Mapping[str, Any]) -> _Found | None:
     """Return the mistake in a class path or its arguments, for a value that must be an instance of `base`."""
-    kind, given = base, value
+    kind, init_args = base, value
     if not is_dataclass(base):
         spec = {"class_path": value} if isinstance(value, str) else value
         if not _is_spec(spec):
             return key, f"`{key}: {_short(value)}` must have `class_path`, and the class' arguments in `init_args`."
         path = str(spec["class_path"])
-        found = _class_called(path, base)
-        if found is None:
-            near = nearest(path.rpartition(".")[2], (each.__name__ for each in _subclasses(base)))
+        target = _class_called(path, base)
+        if target is None:
+            near = nearest(path.rpartition(".")[2], (subclass.__name__ for subclass in _subclasses(base)))
             return key, f"`{key}: {path}` is not a {base.__name__} that can be imported{near}"
         stray = next((name for name in spec if name not in _SPEC), None)
         if stray is not None:
             near = nearest(stray, _SPEC) if get_close_matches(stray, _SPEC) else ": move it to `init_args`."
             return f"{key}.{stray}", f"`{key}.{stray}: {_short(spec[stray])}` is beside `class_path`{near}"
-        kind, given = found, spec.get("init_args") or {}
-    if not isinstance(given, Mapping):
+        kind, init_args = target, spec.get("init_args") or {}
+    if not isinstance(init_args, Mapping):
         return None
     arguments = ArgumentParser(exit_on_error=False)
     arguments.add_class_arguments(kind, fail_untyped=False)
-    found_below = _mistake_among(_hints(arguments), given, f"{key}.", kind.__name__)
-    absent = [action.dest for action in arguments._actions if action.required and action.dest not in given]
+    found_below = _mistake_among(_hints(arguments), init_args, f"{key}.", kind.__name__)
+    absent = [action.dest for action in arguments._actions if action.required and action.dest not in init_args]
     if found_below is None and absent:
         return key, f"`{key}` lacks `{absent[0]}`, which {kind.__name__} requires."
     return found_below
@@ -495,19 +510,19 @@ def _class_called(path: str, base: type) -> type | None:
     """Return the class with this full name, or the subclass of `base` with this short name; None if there is none."""
     module, _, name = path.rpartition(".")
     if not module:
-        return next((each for each in _subclasses(base) if each.__name__ == name), None)
+        return next((subclass for subclass in _subclasses(base) if subclass.__name__ == name), None)
     try:
-        found = getattr(import_module(module), name, None)
+        target = getattr(import_module(module), name, None)
     except ImportError:
         return None
-    return found if isinstance(found, type) and issubclass(found, base) else None
+    return target if isinstance(target, type) and issubclass(target, base) else None
 
 
 def _subclasses(base: type) -> Iterator[type]:
-    each: type
-    for each in base.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+    subclass: type
+    for subclass in base.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _accepts(hint: Any, value: Any) -> bool:
@@ -525,20 +540,20 @@ def _accepts(hint: Any, value: Any) -> bool:
 
 def _holds_null(value: Any) -> bool:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return any(each is None or _holds_null(each) for each in inner)
+    return any(element is None or _holds_null(element) for element in inner)
 
 
 def _members(hint: Any) -> list[Any]:
     """Return the types of a union, or the type itself."""
     if get_origin(hint) in (Union, UnionType):
-        return [each for part in get_args(hint) for each in _members(part)]
+        return [member for part in get_args(hint) for member in _members(part)]
     return [hint]
 
 
 def _described(kind: Any) -> list[str]:
     origin = get_origin(kind)
     if origin is Literal:
-        return [str(each) for each in get_args(kind)]
+        return [str(choice) for choice in get_args(kind)]
     if origin is tuple and ... not in get_args(kind):
         return [f"a list of {len(get_args(kind))}"]
     if origin in (list, tuple, Sequence, Iterable):

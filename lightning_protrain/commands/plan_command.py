@@ -44,8 +44,8 @@ def plan_command(arguments: Sequence[str]) -> int:
     for name, does in COMMANDS.items():
         command = commands.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.", allow_abbrev=False)
         _add_options(command, name)
-    given = parser.parse_args(list(arguments))
-    return _fits(given) if given.command == "fits" else _plan(given)
+    options = parser.parse_args(list(arguments))
+    return _fits(options) if options.command == "fits" else _plan(options)
 
 
 def _add_options(parser: ArgumentParser, command: str) -> None:
@@ -83,41 +83,41 @@ def _size(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
-def _plan(given: Namespace) -> int:
-    make_parent(given.json)
-    models = [find_config(name) for name in given.model]
-    hardware, methods = _hardware(given), given.method or ["lora"]
+def _plan(options: Namespace) -> int:
+    make_parent(options.json)
+    models = [find_config(name) for name in options.model]
+    hardware, methods = _hardware(options), options.method or ["lora"]
     labels = {"model": len(models) > 1, "method": len(methods) > 1, "GPU": len(hardware.gpu) > 1}
-    one = not any(labels.values())
+    is_single = not any(labels.values())
     answers: dict[str, Plan | ValueError] = {}
     for model, method in product(models, methods):
         try:
             with waiting(f"Planning {model.name}"):
-                found = answers_for(model, _options(given, method), hardware)
+                answers_of = answers_for(model, _options(options, method), hardware)
         except ValueError as error:
             if len(models) * len(methods) == 1:
                 raise
-            found = dict.fromkeys(hardware.gpu or [""], error)
-        for gpu, answer in found.items():
+            answers_of = dict.fromkeys(hardware.gpu or [""], error)
+        for gpu, answer in answers_of.items():
             parts = zip((model.name.rpartition("/")[2], method, gpu), labels.values(), strict=True)
-            answers[gpu if one else ", ".join(part for part, shown in parts if shown)] = answer
+            answers[gpu if is_single else ", ".join(part for part, shown in parts if shown)] = answer
     failed = [name for name, answer in answers.items() if isinstance(answer, ValueError)]
-    if one and failed:
+    if is_single and failed:
         (answer,) = answers.values()
         with waiting("Looking for settings that fit"):
-            others = list(alternatives(models[0], _options(given, methods[0]), hardware)) if hardware.gpu else []
+            others = list(alternatives(models[0], _options(options, methods[0]), hardware)) if hardware.gpu else []
         raise ValueError(" ".join([str(answer), *others]))
-    if one:
-        report(answers, given.json)
-        if given.verbose:
+    if is_single:
+        report(answers, options.json)
+        if options.verbose:
             _say_details(answers, hardware)
     else:
         _table(answers, ", ".join(label for label, shown in labels.items() if shown))
-        write_plans(answers, given.json)
+        write_plans(answers, options.json)
     for source in dict.fromkeys(model.source for model in models):
         names = ", ".join(model.name for model in models if model.source == source)
         say_basis(f"{names}: config from {source}.")
-    say_basis(_defaults(given, hardware))
+    say_basis(_defaults(options, hardware))
     return 1 if len(failed) == len(answers) else 0
 
 
@@ -128,39 +128,39 @@ def _say_details(answers: Answers, hardware: DryRunHardware) -> None:
             Console().print(details(plan, hardware.nodes[gpu].rates(), find(gpu).source))
 
 
-def _fits(given: Namespace) -> int:
-    if given.most < 1:
-        raise ValueError(f"most={given.most}: give a number above zero.")
-    if _options(given, METHODS[0]).searches:
+def _fits(options: Namespace) -> int:
+    if options.most < 1:
+        raise ValueError(f"most={options.most}: give a number above zero.")
+    if _options(options, METHODS[0]).searches:
         raise ValueError('`fits` lists models for one size: "max" is for `plan`. Give a number.')
-    hardware = _hardware(given)
+    hardware = _hardware(options)
     fits = False
-    for gpu, method in product(hardware.gpu, given.method or METHODS):
-        found = fitting(_options(given, method), hardware.alone(gpu), given.most)
-        fits |= bool(found.plans)
-        title = f"{gpu}, {method}" if found.plans else f"{gpu}, {method}: no model fits"
-        shown = {name.rpartition("/")[2]: one for name, one in found.plans.items()}
-        Console().print(comparison(shown, "model", title, list(found.longest.values())))
-        if found.smaller:
-            say_basis(f"{found.smaller} smaller models that come with this package also fit.\n")
-    if _options(given, METHODS[0]).batch_size == 1:
+    for gpu, method in product(hardware.gpu, options.method or METHODS):
+        fit = fitting(_options(options, method), hardware.alone(gpu), options.most)
+        fits |= bool(fit.plans)
+        title = f"{gpu}, {method}" if fit.plans else f"{gpu}, {method}: no model fits"
+        shown = {name.rpartition("/")[2]: plan for name, plan in fit.plans.items()}
+        Console().print(comparison(shown, "model", title, list(fit.longest.values())))
+        if fit.smaller:
+            say_basis(f"{fit.smaller} smaller models that come with this package also fit.\n")
+    if _options(options, METHODS[0]).batch_size == 1:
         say_basis("tokens/s: with one sequence in a batch; `plan NAME` finds the batch with most.\n")
     say_basis("longest: tokens of a text that fits, by one profile; `plan NAME --length max` may find a longer one.\n")
     say_basis("Models of text and images, and with linear attention, are not listed: `plan` takes a minute for each.\n")
-    say_basis(_defaults(given, hardware))
+    say_basis(_defaults(options, hardware))
     return 0 if fits else 1
 
 
-def _hardware(given: Namespace) -> DryRunHardware:
-    gpus = dict.fromkeys(find(name).name for name in given.gpu or ())
-    hardware = DryRunHardware(tuple(gpus), given.num_gpus, 1, given.host_memory or "auto", given.host_cores)
+def _hardware(options: Namespace) -> DryRunHardware:
+    gpus = dict.fromkeys(find(name).name for name in options.gpu or ())
+    hardware = DryRunHardware(tuple(gpus), options.num_gpus, 1, options.host_memory or "auto", options.host_cores)
     hardware.refuse_unused(counts_gpus=True)
     return hardware
 
 
-def _options(given: Namespace, method: str) -> TrainingOptions:
-    batch_size = 1 if given.batch_size is None and given.command == "fits" else given.batch_size
-    return TrainingOptions(method, given.precision, batch_size, given.length, given.optimizer)  # type: ignore[arg-type]
+def _options(options: Namespace, method: str) -> TrainingOptions:
+    batch_size = 1 if options.batch_size is None and options.command == "fits" else options.batch_size
+    return TrainingOptions(method, options.precision, batch_size, options.length, options.optimizer)  # type: ignore[arg-type]
 
 
 def _table(answers: Answers, label: str) -> None:
@@ -168,30 +168,30 @@ def _table(answers: Answers, label: str) -> None:
     console.print(comparison(answers, label))
     for name, answer in answers.items():
         if isinstance(answer, ValueError):
-            said = str(answer).partition(" Most is needed")[0]
+            remark = str(answer).partition(" Most is needed")[0]
         else:
             advice = answer.prediction.advice if answer.prediction is not None else ()
-            said = " ".join(each for each in advice if each.startswith((CHOSEN, LONGEST, BEST)))
-        if said:
-            console.print(f"{name}: {said}", highlight=False, soft_wrap=True)
+            remark = " ".join(sentence for sentence in advice if sentence.startswith((CHOSEN, LONGEST, BEST)))
+        if remark:
+            console.print(f"{name}: {remark}", highlight=False, soft_wrap=True)
 
 
-def _defaults(given: Namespace, hardware: DryRunHardware) -> str:
+def _defaults(arguments: Namespace, hardware: DryRunHardware) -> str:
     """Return a sentence on the options whose default is used, and on the host."""
-    methods = given.method or (METHODS if given.command == "fits" else ["lora"])
+    methods = arguments.method or (METHODS if arguments.command == "fits" else ["lora"])
     gpus: Sequence[str | None] = hardware.gpu or [None]
-    options = [_options(given, method) for method in methods]
+    options = [_options(arguments, method) for method in methods]
     # A plan with a choice of precisions says which one it has.
-    fixed = [each for each in options if given.command == "fits" or not each.others]
-    names = dict.fromkeys(each.precision_on(gpu) for each in fixed for gpu in gpus)
+    fixed = [option for option in options if arguments.command == "fits" or not option.others]
+    names = dict.fromkeys(option.precision_on(gpu) for option in fixed for gpu in gpus)
     taken = {
-        "method lora": given.method or given.command == "fits",
-        f"precision {' or '.join(names)}": given.precision or not names,
-        f"batch-size {options[0].for_hardware(hardware).batch_size}": given.batch_size,
-        "length 1024": given.length,
+        "method lora": arguments.method or arguments.command == "fits",
+        f"precision {' or '.join(names)}": arguments.precision or not names,
+        f"batch-size {options[0].for_hardware(hardware).batch_size}": arguments.batch_size,
+        "length 1024": arguments.length,
     }
     shown = [f"--{option}" for option, value in taken.items() if not value]
-    said = f"Defaults: {', '.join(shown)}. " if shown else ""
+    defaults = f"Defaults: {', '.join(shown)}. " if shown else ""
     if not hardware.gpu:
-        said += f"Device: {next(iter(describe_gpus()), cpu_name())} (of this machine). "
-    return f"{said}{hardware.describe_host(None)}"
+        defaults += f"Device: {next(iter(describe_gpus()), cpu_name())} (of this machine). "
+    return f"{defaults}{hardware.describe_host(None)}"

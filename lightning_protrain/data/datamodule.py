@@ -145,10 +145,10 @@ class ChatDataModule(LightningDataModule):
         _check_counts(0, num_workers=num_workers, seed=seed)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share from 0 to below 1; 0 trains on all rows.")
-        given: Any = () if new_tokens is None else new_tokens
-        if not isinstance(given, list | tuple) or not all(isinstance(text, str) and text for text in given):
+        added: Any = () if new_tokens is None else new_tokens
+        if not isinstance(added, list | tuple) or not all(isinstance(text, str) and text for text in added):
             raise ValueError(f"new_tokens={new_tokens!r}: give a list of texts, such as ['<|im_start|>'].")
-        self.new_tokens: list[str] = list(given)
+        self.new_tokens: list[str] = list(added)
         self.specs = _specs(dataset)
         shared: dict[str, Any] = {
             "family": family,
@@ -168,7 +168,7 @@ class ChatDataModule(LightningDataModule):
         for spec, settings in zip(self.specs, self.settings, strict=True):
             check_roles(spec, settings.options.roles, settings.roles)
         self.processor_kwargs = dict(processor_kwargs or {})
-        if tokenizer is None and any(one.processor_kwargs for one in self.settings):
+        if tokenizer is None and any(chat.processor_kwargs for chat in self.settings):
             raise ValueError("processor_kwargs needs a processor: give the `tokenizer` of a model for images and text.")
         self.tokenizer_name = None if tokenizer is None else str(tokenizer)
         self.vocab_size = vocab_size
@@ -291,9 +291,9 @@ class ChatDataModule(LightningDataModule):
         if self._chats is None:
             return state
         if self._files is None:
-            self._files = pack_files(*(each for each in (self.tokenizer, self.processor) if each is not None))
-        own = {"files": self._files, "end_ids": self.end_ids, "day": self._day, "templates": self._templates()}
-        return {**state, "chat_format": own}
+            self._files = pack_files(*(part for part in (self.tokenizer, self.processor) if part is not None))
+        chat_format = {"files": self._files, "end_ids": self.end_ids, "day": self._day, "templates": self._templates()}
+        return {**state, "chat_format": chat_format}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the date and the position in the epoch that `state_dict` saved; encode again with that date.
@@ -396,7 +396,7 @@ class ChatDataModule(LightningDataModule):
     def _cut(self, length: int) -> None:
         longest = self.longest_row()
         self.max_length = length
-        self.settings = [replace(one, max_length=length) for one in self.settings]
+        self.settings = [replace(settings, max_length=length) for settings in self.settings]
         for split in list(self.examples) if longest > length else ():
             self._encode_split(split)
 
@@ -467,22 +467,22 @@ class ChatDataModule(LightningDataModule):
             for index in range(min(num, len(examples))):
                 encoded: Encoded = examples[index]
                 title = f"{spec.label}, conversation {index + 1}"
-                one = show(title, self.tokenizer, encoded.input_ids, encoded.trained, kind(encoded.input_ids))
+                preview = show(title, self.tokenizer, encoded.input_ids, encoded.trained, kind(encoded.input_ids))
                 if isinstance(examples, MediaRows):
-                    one = replace(one, thumbnails=examples.thumbnails(index))
-                shown.append(one)
+                    preview = replace(preview, thumbnails=examples.thumbnails(index))
+                shown.append(preview)
         return shown
 
     def _load_chats(self) -> ChatEncoders:
         """Load the tokenizer, and give it the chat template that is trained."""
         if self._chats is None:
             self.tokenizer = load_tokenizer(self._tokenizer_folder(), self.new_tokens)
-            own = getattr(self.tokenizer, "chat_template", None)
-            if isinstance(own, dict):  # `chat_template` may be the name of one of them.
+            loaded = getattr(self.tokenizer, "chat_template", None)
+            if isinstance(loaded, dict):  # `chat_template` may be the name of one of them.
                 self.settings = [
-                    replace(one, chat_template=own.get(one.template, one.chat_template)) for one in self.settings
+                    replace(chat, chat_template=loaded.get(chat.template, chat.chat_template)) for chat in self.settings
                 ]
-                self._template = own.get(self._template, self._template)
+                self._template = loaded.get(self._template, self._template)
             self._template = self._choose_template()
             if self._template is not None:
                 self.tokenizer.chat_template = self._template
@@ -490,7 +490,7 @@ class ChatDataModule(LightningDataModule):
             # The data module of an `Evaluator` has the date of the run.
             main = getattr(self.trainer, "datamodule", None)
             self._day = main._day if isinstance(main, ChatDataModule) else self._day
-            if self._day is None and "strftime_now" in str([own, *(settings.template for settings in self.settings)]):
+            if self._day is None and "strftime_now" in str([loaded, *(chat.template for chat in self.settings)]):
                 self._day = day_of_checkpoint()
             self._chats = ChatEncoders(self.tokenizer, self.tokenizer_name, self._day, self.new_tokens)
             self._day = self._chats.date.day
@@ -508,10 +508,10 @@ class ChatDataModule(LightningDataModule):
         templates = list(dict.fromkeys(settings.template for settings in self.settings))
         if len(templates) == 1:
             return templates[0]
-        kept = self._template is not None or None in templates
-        which = "that of `chat_template`" if self._template else "the tokenizer's" if kept else "the first"
+        is_kept = self._template is not None or None in templates
+        which = "that of `chat_template`" if self._template else "the tokenizer's" if is_kept else "the first"
         rank_zero_info(f"The data sets have different chat templates. The saved model has {which}.")
-        return self._template if kept else templates[0]
+        return self._template if is_kept else templates[0]
 
     def _templates(self) -> list[str]:
         """Return the templates that are trained, as hashes."""
@@ -574,10 +574,10 @@ class ChatDataModule(LightningDataModule):
         name = f"{source.spec.label}, {split}"
         # Most templates write no date; their tokens are valid on every day.
         for is_dated in (False, True):
-            found = load_tokens(self._token_folder(source, settings, split, is_dated))
-            if found is not None:
+            cached = load_tokens(self._token_folder(source, settings, split, is_dated))
+            if cached is not None:
                 self._dated |= {split} if is_dated else set()
-                return found[0], replace(found[1], name=name)
+                return cached[0], replace(cached[1], name=name)
         rows = source.with_all_splits(self.val_fraction, self.seed)[split]
         examples: Sequence[Encoded]
         encoder = self._chats.encoder(settings)
@@ -691,10 +691,10 @@ def _check_counts(least: int, **counts: Any) -> None:
 
 
 def _specs(dataset: Any) -> list[DatasetSpec]:
-    given = dataset if isinstance(dataset, list) else [dataset]
-    if not given:
+    datasets = dataset if isinstance(dataset, list) else [dataset]
+    if not datasets:
         raise ValueError("`dataset` is empty: name at least one data set.")
-    return [dataset_spec(one) for one in given]
+    return [dataset_spec(entry) for entry in datasets]
 
 
 def _settings(knobs: dict[str, Any]) -> ChatSettings:

@@ -57,7 +57,7 @@ def _in_package(name: str) -> str:
         )
     path = Path(folders[0], file)
     if not path.exists():
-        there = ", ".join(sorted(each.name for each in path.parent.glob("*.gguf"))) or "no GGUF file"
+        there = ", ".join(sorted(gguf.name for gguf in path.parent.glob("*.gguf"))) or "no GGUF file"
         raise ValueError(f"{name!r} is not in the package {package!r}; {there} is in {path.parent}.")
     return str(path)
 

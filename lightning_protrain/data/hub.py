@@ -77,7 +77,7 @@ def nearest_path(name: str) -> str:
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent
-    near = get_close_matches(path.name, (each.name for each in folder.iterdir()), n=1)
+    near = get_close_matches(path.name, (entry.name for entry in folder.iterdir()), n=1)
     return f"; the nearest is {str(folder / near[0])!r}" if near else ""
 
 
@@ -187,25 +187,25 @@ def _reason(name: str, error: BaseException, kind: str, known: Iterable[str]) ->
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
-    for each in chain:
-        if isinstance(each, HfHubHTTPError) and not isinstance(each, EntryNotFoundError):
-            return _answer(name, each, kind, known)
-        if isinstance(each, HFValidationError):
+    for link in chain:
+        if isinstance(link, HfHubHTTPError) and not isinstance(link, EntryNotFoundError):
+            return _answer(name, link, kind, known)
+        if isinstance(link, HFValidationError):
             return f"{name!r} is neither a folder nor a name on the Hugging Face Hub, such as owner/name."
-    for each in chain:
-        code = each.errno if isinstance(each, OSError) else None
-        if code in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(each):
+    for link in chain:
+        code = link.errno if isinstance(link, OSError) else None
+        if code in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(link):
             return (
-                f"{name!r} cannot be downloaded, because the disk of {_place(each)} is full: free some space, or set "
+                f"{name!r} cannot be downloaded, because the disk of {_place(link)} is full: free some space, or set "
                 "HF_HOME to a folder on another disk."
             )
         if code in _WRITING:
             return (
-                f"{name!r} cannot be downloaded, because this process may not write to {_place(each)}: set HF_HOME to "
+                f"{name!r} cannot be downloaded, because this process may not write to {_place(link)}: set HF_HOME to "
                 "another folder."
             )
     transport = (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError, TimeoutError)
-    if not any(isinstance(each, transport) or _is_of_http(each) for each in chain):
+    if not any(isinstance(link, transport) or _is_of_http(link) for link in chain):
         return None
     why, then = f"{constants.ENDPOINT} does not answer", "check the network"
     if is_offline_mode() and wait_for_hub():
@@ -224,17 +224,17 @@ def _answer(name: str, error: HfHubHTTPError, kind: str, known: Iterable[str]) -
     """Return one sentence on an error that the Hub has answered with."""
     status = error.response.status_code
     text = " ".join((error.server_message or "").split()).rstrip(".")
-    said = f"{status}, {text}" if text else str(status)
+    answer = f"{status}, {text}" if text else str(status)
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if isinstance(error, GatedRepoError):
-        return f"{name!r} is gated: ask for access on {page}, and log in with `hf auth login` (the Hub says: {said})."
+        return f"{name!r} is gated: ask for access on {page}, and log in with `hf auth login` (the Hub says: {answer})."
     if isinstance(error, DisabledRepoError):
         return f"{name!r} is disabled on the Hugging Face Hub: see {page}."
     if isinstance(error, RevisionNotFoundError):
         return f"The {_NOUNS[kind]} {name!r} has no such `revision`: see its branches and tags on {page}/tree/main."
     if status == 401 and (get_token() or "credentials" in text or "expired" in text):
         return (
-            f"The Hugging Face Hub refuses your token ({said}), so {name!r} cannot be loaded: log in again with `hf "
+            f"The Hugging Face Hub refuses your token ({answer}), so {name!r} cannot be loaded: log in again with `hf "
             "auth login`, or replace HF_TOKEN."
         )
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
@@ -246,12 +246,12 @@ def _answer(name: str, error: HfHubHTTPError, kind: str, known: Iterable[str]) -
         wait = error.response.headers.get("Retry-After")
         later = f"in {wait} s" if wait else "later"
         return (
-            f"The Hugging Face Hub takes no more requests for now ({said}), so {name!r} cannot be loaded: try again "
+            f"The Hugging Face Hub takes no more requests for now ({answer}), so {name!r} cannot be loaded: try again "
             f"{later}, or log in with `hf auth login`, which raises the limit."
         )
     if status == 403:
-        return f"Your token may not read {name!r} ({said}): give it access to {page} in its settings."
-    return f"The Hugging Face Hub fails with status {said}, so {name!r} cannot be loaded: try again later."
+        return f"Your token may not read {name!r} ({answer}): give it access to {page} in its settings."
+    return f"The Hugging Face Hub fails with status {answer}, so {name!r} cannot be loaded: try again later."
 
 
 def _place(error: BaseException) -> str:
@@ -267,6 +267,6 @@ def _cached(kind: str) -> list[str]:
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     """Return the end of a sentence: similar names, of any owner, a similar path, or a full stop."""
-    tails = {each.rpartition("/")[2].lower(): each for each in names if each != name}
-    near = [tails[each] for each in get_close_matches(name.rpartition("/")[2].lower(), tails, n=3)]
+    tails = {known.rpartition("/")[2].lower(): known for known in names if known != name}
+    near = [tails[known] for known in get_close_matches(name.rpartition("/")[2].lower(), tails, n=3)]
     return f"; did you mean {' or '.join(near)}?" if near else f"{nearest_path(name)}."

@@ -232,7 +232,8 @@ def test_the_job_of_the_cluster_is_that_of_its_config() -> None:
 
 
 def test_a_config_without_its_data_is_planned_for_full_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    model = "--model.config={model_type: llama, hidden_size: 16, num_attention_heads: 2, vocab_size: 320}"
+    sizes = "hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 320"
+    model = f"--model.config={{model_type: llama, {sizes}}}"
     data = ["--data.dataset=data/none.jsonl", "--data.tokenizer=models/none", "--data.max_length=48"]
     ProTrainCLI(["plan", model, *data, "--data.batch_size=3", "--gpu=T4", "--trainer.precision=32-true"])
     shown = " ".join(capsys.readouterr().out.split())
@@ -246,7 +247,7 @@ def test_a_recipe_of_a_published_model_is_planned_without_its_weights_and_data(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     given = read(name)["model"]["init_args"]["model"]
-    shallow = replace(published()[given], config={**published()[given].config, "num_hidden_layers": 6})
+    shallow = replace(published()[given], config={**published()[given].config, "num_hidden_layers": 2})
     monkeypatch.setattr("lightning_protrain.models.loading.published", lambda: {given: shallow})
     options = ["--gpu=RTX 3090", "--host_memory=56GiB", "--host_cores=16", "--data.max_length=64"]
     ProTrainCLI(["plan", f"--config={CONFIGS / name}.yaml", *options])

@@ -457,8 +457,7 @@ def test_a_folder_without_a_model_is_named(name: str) -> None:
         CausalLMModule("m").configure_model()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", ["cut short", "without weights", "without a config"])
+@pytest.mark.parametrize(("name", "devices"), [("cut short", 1), ("without weights", 2), ("without a config", 2)])
 def test_a_damaged_model_ends_the_command_before_data_or_ranks_are_prepared(
     name: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,13 +475,12 @@ def test_a_damaged_model_ends_the_command_before_data_or_ranks_are_prepared(
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut short": (lambda path: cut(path, 1000), "x.ckpt (1000 bytes) is truncated, or not a checkpoint."),
     "empty": (lambda path: cut(path, 0), "x.ckpt (0 bytes) is truncated, or not a checkpoint."),
-    "a text": (lambda path: path.write_text("hello"), "x.ckpt (5 bytes) is truncated, or not a checkpoint."),
     "a list": (lambda path: torch.save([1], path), "x.ckpt is not a checkpoint of Lightning."),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [*((name, "fit") for name in CHECKPOINTS), ("cut short", "validate"), ("empty", "export")]
+    ("name", "command"), [("cut short", "fit"), ("a list", "fit"), ("cut short", "validate"), ("empty", "export")]
 )
 def test_a_damaged_stock_checkpoint_is_named(name: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     damage, sentence = CHECKPOINTS[name]
@@ -525,7 +523,7 @@ def _folder(path: Path, *names: str) -> None:
         (path / name).write_text("{}")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_checkpoint_is_named_with_the_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, path, sentence = OTHERS[name]

@@ -14,11 +14,9 @@ ROLES = ("assistant", "user", "tool")
 
 @dataclass(frozen=True)
 class Case:
-    ids: list[int]
+    rows: list[list[int]]
     markers: Markers
     options: MaskOptions
-    attended: list[int] | None
-    segments: list[int] | None
 
 
 def random_case(rng: random.Random) -> Case:
@@ -34,12 +32,9 @@ def random_case(rng: random.Random) -> Case:
     ids: list[int] = []
     for _ in range(rng.randint(0, 10)):
         ids += rng.choice(pool).ids if rng.random() < 0.6 else [rng.choice(TOKENS) for _ in range(rng.randint(1, 3))]
-    attended = [int(rng.random() < 0.9) for _ in ids] if rng.random() < 0.3 else None
-    border = rng.randint(0, len(ids))
-    segments = [int(at >= border) for at in range(len(ids))] if rng.random() < 0.4 else None
-    return Case(
-        ids, Markers("any", roles, parts, media), _options(rng, [role.role for role in roles]), attended, segments
-    )
+    border = rng.randint(0, len(ids)) if rng.random() < 0.4 else len(ids)
+    rows = [ids[:border], ids[border:]]
+    return Case(rows, Markers("any", roles, parts, media), _options(rng, [role.role for role in roles]))
 
 
 def _marker(rng: random.Random) -> Marker:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.mask import MaskOptions
-from tests.data.reference_scan import Turn, match, pieces, reference_scan
+from tests.data.reference_scan import Turn, borders, match, reference_scan
 
 
 def excluded(ids: Sequence[int], turn: Turn, border: int, markers: Markers, options: MaskOptions) -> Iterator[int]:
@@ -44,16 +44,17 @@ def means_more(ids: tuple[int, ...], markers: Markers, options: MaskOptions) -> 
 
 
 def reference_mask(
-    ids: Sequence[int], markers: Markers, options: MaskOptions, attended=None, segments=None, weights=None
+    rows: Sequence[Sequence[int]], markers: Markers, options: MaskOptions, weights: Sequence[float] | None = None
 ) -> list[bool]:
-    """Return whether each token of one row is trained."""
-    turns = reference_scan(ids, markers, attended, segments)
+    """Return whether each token of concatenated rows is trained."""
+    ids = [token for row in rows for token in row]
+    turns = reference_scan(rows, markers)
     candidates = [turn for turn in turns if markers.roles[turn.role].role in options.roles]
     dropped = [turn for turn, weight in zip(candidates, weights or [1] * len(candidates), strict=True) if weight == 0]
     trainable = [turn for turn in candidates if turn not in dropped]
     trained = [options.train_on_inputs] * len(ids)
     never: set[int] = set()
-    for first, border in pieces(len(ids), attended, segments):
+    for first, border in borders(rows):
         last = [turn for turn in trainable if first <= turn.start < border][-1:]
         for turn in [turn for turn in turns if first <= turn.start < border and not options.train_on_inputs]:
             role = markers.roles[turn.role]
@@ -73,7 +74,7 @@ def reference_mask(
                 wanted = False
             for at in range(turn.end, turn.stop if role.include_end and wanted else turn.end):
                 trained[at] = True
-    inside = {at for first, border in pieces(len(ids), attended, segments) for at in range(first + 1, border)}
+    inside = {at for first, border in borders(rows) for at in range(first + 1, border)}
     if options.train_on_inputs:
         never = {at for turn in dropped for at in range(turn.content, turn.stop)}
     return [trained[at] and at in inside and at not in never and ids[at] not in markers.media for at in range(len(ids))]

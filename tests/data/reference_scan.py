@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from lightning_protrain.data.chat.markers import Marker, Markers
 
@@ -26,22 +26,18 @@ def match(markers: Sequence[Marker], ids: Sequence[int], at: int, border: int) -
     return (max(found)[0], -max(found)[3]) if found else None
 
 
-def pieces(size: int, attended: Sequence[int] | None, segments: Sequence[int] | None) -> Iterator[tuple[int, int]]:
-    """Borders of the segments of one row; padding is in none."""
-    key = [(not attended or bool(attended[at]), segments[at] if segments else 0) for at in range(size)]
-    first = 0
-    for at in range(1, size + 1):
-        if at == size or key[at] != key[first]:
-            if key[first][0]:
-                yield first, at
-            first = at
+def borders(rows: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Begin and end of each row in the concatenated rows."""
+    stops = list(accumulate(map(len, rows)))
+    return list(zip([0, *stops], stops, strict=False))
 
 
-def reference_scan(ids: Sequence[int], markers: Markers, attended=None, segments=None) -> list[Turn]:
-    """The turns of one row."""
+def reference_scan(rows: Sequence[Sequence[int]], markers: Markers) -> list[Turn]:
+    """The turns of concatenated rows."""
+    ids = [token for row in rows for token in row]
     starts = [(start, role) for role, entry in enumerate(markers.roles) for start in entry.starts]
     turns = []
-    for at, border in pieces(len(ids), attended, segments):
+    for at, border in borders(rows):
         begins = []
         while at < border:
             found = match([start for start, _ in starts], ids, at, border)

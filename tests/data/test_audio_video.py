@@ -34,7 +34,7 @@ from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources import audio, video
 from lightning_protrain.data.sources.audio import audio_length, open_audio
 from lightning_protrain.data.sources.media import check_media, media_source, place_media
-from lightning_protrain.data.sources.parse import RowFormat
+from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec
 from lightning_protrain.data.sources.video import open_frames, video_header
 from tests.data import processors

@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import ChatEncoder, Encoded
+from lightning_protrain.data.chat.marker_search import lay_out
 from lightning_protrain.data.chat.mask import MaskOptions, trained_tokens
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.chat.turns import scan
@@ -113,10 +114,9 @@ def test_d6_a_turn_without_an_end_swallows_nothing() -> None:
     encoder = _encoder(qwen(CHATML))
     first = _one(encoder, ("user", "One?"), ("assistant", "a very long answer")).input_ids[:-3]
     second = _one(encoder, ("system", "You are"), ("user", "Two?"), ("assistant", "Two.")).input_ids
-    for segments in (None, np.repeat([0, 1], [len(first), len(second)])):
-        ids = np.concatenate((first, second))
-        spans = scan(ids, encoder.markers, segments=segments)
-        trained = trained_tokens(ids, spans, encoder.markers, MaskOptions(), segments=segments)
+    for rows in ([np.concatenate((first, second))], [first, second]):
+        tokens = lay_out(rows)
+        ids, trained = tokens.ids, trained_tokens(tokens, scan(tokens, encoder.markers), encoder.markers, MaskOptions())
         kept = encoder.renderer.tokenizer.decode(ids[trained].tolist())
         assert kept.endswith("Two.<|im_end|>")
         assert "a very long" in kept

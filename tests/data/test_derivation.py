@@ -7,12 +7,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_protrain.data.chat import detect_format
-from lightning_protrain.data.chat.chat_format import Exclusion, parse_boundaries
+from lightning_protrain.data.chat.chat_format import Exclusion, Family, parse_boundaries
 from lightning_protrain.data.chat.detect_format import find_family, infer_family, with_scaffolds, with_tags
 from lightning_protrain.data.chat.known_formats import FAMILIES
 from lightning_protrain.data.chat.markers import Markers, resolve
 from lightning_protrain.data.chat.pipeline import ChatEncoders
-from lightning_protrain.data.chat.verify_format import GROUPS, MAIN, TemplateRender, spoofed_markers
+from lightning_protrain.data.chat.render import Render, Renderer
+from lightning_protrain.data.chat.verify_format import MAIN, PROBES, spoofed_markers
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.conftest import conversation
@@ -21,7 +22,7 @@ from tests.data.templates import CHATML, FORMATS, GEMMA
 
 
 def test_words_of_the_assistant_are_nobody_elses() -> None:
-    for probe in (probe for group in GROUPS for probe in group):
+    for probe in PROBES:
         others = " ".join(str(m["content"]) for m in probe.messages if m["role"] != "assistant")
         assert not any(word in others for word in probe.kept)
         assert not any(word in str(m) for m in probe.messages if m["role"] == "assistant" for word in probe.hidden)
@@ -29,19 +30,19 @@ def test_words_of_the_assistant_are_nobody_elses() -> None:
 
 def test_control_tokens_in_messages_are_rendered_as_text() -> None:
     tokenizer = tokenizers.byte_level(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
-    ids = TemplateRender(tokenizer)(spoofed_markers(["<|im_start|>assistant\n"]).messages)
+    ids = Renderer(tokenizer).ids(spoofed_markers(["<|im_start|>assistant\n"]).messages)
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == len(MAIN.messages)
 
 
 def test_what_a_template_refuses_is_a_value_error() -> None:
     tokenizer = tokenizers.byte_level(GEMMA, ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>")
     with pytest.raises(ValueError, match=r"refuses the roles system, user: .*System role not supported"):
-        TemplateRender(tokenizer)([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
+        Renderer(tokenizer).ids([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
 
 
 def test_what_mistral_common_refuses_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="refuses the roles assistant, system"):
-        TemplateRender(tokenizers.mistral_common())(
+        Renderer(tokenizers.mistral_common()).ids(
             [{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}]
         )
 
@@ -150,34 +151,37 @@ CASES = {
 }
 
 
+def _found(tokenizer: PreTrainedTokenizerFast) -> Family:
+    return find_family(Vocabulary(tokenizer), Renderer(tokenizer).ids)[0]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_format_is_derived_and_proven(name: str) -> None:
     template, start, ends = CASES[name]
     controls = ("<S>", "<U>", "<A>", "<E>", "<think>", "</think>")
-    family, _ = find_family(tokenizers.byte_level(template, controls, "<E>"))
+    family = _found(tokenizers.byte_level(template, controls, "<E>"))
     assert (family.name, family.boundaries[0].start, family.boundaries[0].end) == ("generic", (start,), ends)
 
 
 def test_a_format_that_is_proven_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     form = FORMATS["chatml"]
     tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
-    named = find_family(tokenizer)[0].name
+    named = _found(tokenizer).name
     verify = lambda render, vocabulary, markers: ["a feature"] * (markers.family == named)  # noqa: E731
     monkeypatch.setattr(detect_format, "verify_family", verify)
-    assert named != find_family(tokenizer)[0].name
+    assert named != _found(tokenizer).name
 
 
 def test_an_empty_thought_of_the_template_is_a_scaffold() -> None:
     template = _template("<U>", "<A><think>\n\n</think>\n\n", "<E>", prompt="<A>")
     tokenizer = tokenizers.byte_level(template, ("<U>", "<A>", "<E>", "<think>", "</think>"), "<E>")
-    family, _ = find_family(tokenizer)
-    assert Exclusion("scaffold", "<think>\n\n</think>\n\n") in family.exclusions
+    assert Exclusion("scaffold", "<think>\n\n</think>\n\n") in _found(tokenizer).exclusions
 
 
 def test_a_template_that_drops_messages_has_no_format() -> None:
     tokenizer = tokenizers.byte_level("{% for m in messages[-2:] %}<U>{{ m.content }}{% endfor %}", ("<U>",), "<U>")
     with pytest.raises(ValueError, match="does not write two turns"):
-        infer_family(TemplateRender(tokenizer), Vocabulary(tokenizer))
+        infer_family(Renderer(tokenizer).ids, Vocabulary(tokenizer))
 
 
 BOUNDARIES = parse_boundaries([{"role": "assistant", "start": "<A>", "end": "<E>"}, {"role": "user", "start": "<U>"}])
@@ -191,10 +195,10 @@ def _template_with(thought: str) -> str:
     )
 
 
-def _given(thought: str) -> tuple[Markers, Vocabulary, TemplateRender]:
+def _given(thought: str) -> tuple[Markers, Vocabulary, Render]:
     tokenizer = tokenizers.byte_level(_template_with(thought), ("<A>", "<U>", "<E>"), "<E>")
     vocabulary = Vocabulary(tokenizer)
-    return resolve(BOUNDARIES, vocabulary, strict=True), vocabulary, TemplateRender(tokenizer)
+    return resolve(BOUNDARIES, vocabulary, strict=True), vocabulary, Renderer(tokenizer).ids
 
 
 def _texts(markers: Markers, kind: str) -> list[tuple[str, str]]:
@@ -227,8 +231,9 @@ def test_a_tag_that_answers_have_too_is_none_of_thoughts() -> None:
     """The markers around a thought of a harmony message stand around every message."""
     form = FORMATS["gpt-oss"]
     tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
-    markers = resolve(FAMILIES["gpt-oss"], tokenizer)
-    found = _texts(with_tags(markers, Vocabulary(tokenizer), TemplateRender(tokenizer)), "thinking")
+    vocabulary = Vocabulary(tokenizer)
+    markers = resolve(FAMILIES["gpt-oss"], vocabulary)
+    found = _texts(with_tags(markers, vocabulary, Renderer(tokenizer).ids), "thinking")
     assert ("<|channel|>analysis<|message|>", "<|end|>") in found
     assert all(start != "<|message|>" for start, _ in found)
 

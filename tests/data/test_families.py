@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.chat.chat_format import Family
 from lightning_protrain.data.chat.detect_format import family_named, find_family
@@ -16,9 +18,13 @@ from lightning_protrain.data.chat.known_formats import (
     KIMI,
     VOXTRAL,
 )
-from lightning_protrain.data.chat.markers import resolve
+from lightning_protrain.data.chat.marker_search import lay_out
+from lightning_protrain.data.chat.markers import Markers, resolve
 from lightning_protrain.data.chat.mask import MaskOptions, trained_tokens
+from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
+from lightning_protrain.data.chat.render import Renderer
 from lightning_protrain.data.chat.turns import scan
+from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.templates import CHATML, FORMATS
 
@@ -52,15 +58,22 @@ def test_a_family_has_both_sides_and_a_name_of_its_own(family: Family) -> None:
     assert [one.name for one in SINGLE].count(family.name) == 1
 
 
+def _kept(tokenizer: Any, ids: list[int], markers: Markers) -> str:
+    rows = lay_out([ids])
+    return str(tokenizer.decode(rows.ids[trained_tokens(rows, scan(rows, markers), markers, MaskOptions())].tolist()))
+
+
+def _found(tokenizer: PreTrainedTokenizerBase) -> tuple[Family, Markers]:
+    return find_family(Vocabulary(tokenizer), Renderer(tokenizer).ids)
+
+
 def test_the_name_of_a_speaker_is_not_trained() -> None:
     form = FORMATS["kimi"]
     tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
-    markers = resolve(KIMI, tokenizer)
+    markers = resolve(KIMI, Vocabulary(tokenizer))
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "name": "Robin", "content": "Hello"}]
     ids = tokenizer.apply_chat_template(messages, return_dict=False)
-    trained = trained_tokens(ids, scan(ids, markers), markers, MaskOptions())
-    kept = [index for index, keep in zip(ids, trained.tolist(), strict=True) if keep]
-    assert tokenizer.decode(kept) == "Hello<|im_end|>"
+    assert _kept(tokenizer, ids, markers) == "Hello<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -77,11 +90,8 @@ def test_the_name_of_a_speaker_is_not_trained() -> None:
 def test_languages_and_results_of_tools_are_not_trained(text: str, expected: str) -> None:
     controls = re.findall(r"\[[A-Z_/]+\]|</?s>", text)
     tokenizer = tokenizers.byte_level(None, (*dict.fromkeys(controls), "[TRANSCRIBE]", "[/TOOL_RESULTS]"), "</s>")
-    markers = resolve(VOXTRAL, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    spans = scan(ids, markers)
-    trained = trained_tokens(ids, spans, markers, MaskOptions())
-    assert tokenizer.decode([index for index, keep in zip(ids, trained.tolist(), strict=True) if keep]) == expected
+    assert _kept(tokenizer, ids, resolve(VOXTRAL, Vocabulary(tokenizer))) == expected
 
 
 REAL = {
@@ -100,7 +110,7 @@ REAL = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_family_is_recognised_from_the_template(name: str) -> None:
     form = FORMATS[name]
-    family, markers = find_family(tokenizers.byte_level(form.template, form.controls, form.eos))
+    family, markers = _found(tokenizers.byte_level(form.template, form.controls, form.eos))
     assert (family.name, markers.family) == (form.family, form.family)
 
 
@@ -108,11 +118,11 @@ def test_a_family_is_recognised_from_the_template(name: str) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_a_family_is_recognised_on_its_real_vocabulary(name: str) -> None:
     form = FORMATS[name]
-    assert find_family(REAL[name](form.template))[0].name == form.family
+    assert _found(REAL[name](form.template))[0].name == form.family
 
 
 def test_mistral_common_is_recognised() -> None:
-    assert find_family(tokenizers.mistral_common())[0].name == "mistral"
+    assert _found(tokenizers.mistral_common())[0].name == "mistral"
 
 
 def test_a_name_is_found_however_it_is_written() -> None:
@@ -123,8 +133,9 @@ def test_a_name_is_found_however_it_is_written() -> None:
 
 
 def test_a_named_family_that_does_not_fit_is_refused_with_both_texts() -> None:
+    chats = ChatEncoders(tokenizers.byte_level(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"), None)
     with pytest.raises(ValueError, match=r"'gemma' does not fit[\s\S]*Expected: \['It is maple[\s\S]*Found: \[\]"):
-        find_family(tokenizers.byte_level(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"), "gemma")
+        chats.encoder(ChatSettings(family="gemma"))
 
 
 @pytest.mark.parametrize(
@@ -146,4 +157,4 @@ def test_a_named_family_that_does_not_fit_is_refused_with_both_texts() -> None:
 )
 def test_what_tells_nothing_is_refused(template: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        find_family(tokenizers.byte_level(template, ("<U>", "<E>"), "<E>"))
+        ChatEncoders(tokenizers.byte_level(template, ("<U>", "<E>"), "<E>"), None).encoder(ChatSettings())

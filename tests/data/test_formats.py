@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_protrain.data.conversation import MalformedRow, Media
-from lightning_protrain.data.sources.parse import PROMPTS, RESPONSES, RowFormat
+from lightning_protrain.data.sources.row_kinds import PROMPTS, RESPONSES, RowFormat
 
 Q = {"role": "user", "content": "Why?"}
 A = {"role": "assistant", "content": "So."}

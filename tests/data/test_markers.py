@@ -10,17 +10,15 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_protrain.data.chat import marker_trie
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary, parse_boundaries
 from lightning_protrain.data.chat.known_formats import FAMILIES
-from lightning_protrain.data.chat.marker_trie import MarkerTrie, lay_out, without_overlap
+from lightning_protrain.data.chat.marker_search import MarkerSearch, lay_out, without_overlap
 from lightning_protrain.data.chat.markers import Marker, Markers, _Resolver, resolve
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.cases import random_case
-from tests.data.reference_scan import match, pieces
+from tests.data.reference_scan import borders, match
 from tests.data.templates import FORMATS
-from tests.data.turns import mark
 
 
 @pytest.mark.parametrize(
@@ -164,15 +162,15 @@ def test_every_tokenization_of_a_text_marker_is_known(before: str, start: str, c
 def test_control_tokens_separate_what_is_around_a_marker(
     start: str, controls: list[AddedToken | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = tokenizers.metaspace(None, controls)
-    found = resolve(_single(start), tokenizer)
+    vocabulary = Vocabulary(tokenizers.metaspace(None, controls))
+    found = resolve(_single(start), vocabulary)
     # The texts before and after the marker, all combined.
     monkeypatch.setattr(_Resolver, "_around_control", lambda *_: None)
-    assert found == resolve(_single(start), tokenizer)
+    assert found == resolve(_single(start), vocabulary)
 
 
 def test_control_tokens_of_mistral_common_are_ids() -> None:
-    markers = resolve(FAMILIES["mistral"], tokenizers.mistral_common())
+    markers = resolve(FAMILIES["mistral"], Vocabulary(tokenizers.mistral_common()))
     assistant, user = markers.roles[:2]
     assert {marker.ids for marker in assistant.starts} == {(4,), (8,)}
     assert {marker.ids for marker in user.starts} == {(3,), (4, 3), (8, 3)}
@@ -180,19 +178,19 @@ def test_control_tokens_of_mistral_common_are_ids() -> None:
 
 
 def test_released_ids_are_found() -> None:
-    qwen = resolve(FAMILIES["qwen2.5-vl"], tokenizers.qwen())
+    qwen = resolve(FAMILIES["qwen2.5-vl"], Vocabulary(tokenizers.qwen()))
     assert [(marker.ids, 198 in marker.tails, 271 in marker.tails) for marker in qwen.roles[0].starts] == [
         ((151644, 77091), True, True)
     ]
     assert {151652, 151653, 151655, 151656} <= qwen.media
-    llama = resolve(FAMILIES["llama-3.1"], tokenizers.llama3())
+    llama = resolve(FAMILIES["llama-3.1"], Vocabulary(tokenizers.llama3()))
     assert (128006, 78191, 128007) in {marker.ids for marker in llama.roles[0].starts}
     assert [marker.ids for marker in llama.roles[0].ends] == [(128009,), (128008,)]
 
 
 def _resolved(name: str) -> Markers:
     form = FORMATS[name]
-    return resolve(FAMILIES[form.family], tokenizers.byte_level(form.template, form.controls, form.eos))
+    return resolve(FAMILIES[form.family], Vocabulary(tokenizers.byte_level(form.template, form.controls, form.eos)))
 
 
 def test_what_the_vocabulary_lacks_is_left_out() -> None:
@@ -200,8 +198,8 @@ def test_what_the_vocabulary_lacks_is_left_out() -> None:
     ends = next(role.ends for role in _resolved("deepseek-v3").roles if role.role == "assistant")
     assert len(ends) == 1
     family = Family("f", (RoleBoundary("assistant", ("<|im_start|>assistant\n",), ("<|im_end|>", "<|other|>")),))
-    assert len(resolve(family, tokenizers.qwen()).roles[0].ends) == 1
-    assert len(resolve(family, tokenizers.qwen(), strict=True).roles[0].ends) > 1
+    assert len(resolve(family, Vocabulary(tokenizers.qwen())).roles[0].ends) == 1
+    assert len(resolve(family, Vocabulary(tokenizers.qwen()), strict=True).roles[0].ends) > 1
 
 
 def test_flags_and_open_ends_are_kept() -> None:
@@ -216,23 +214,23 @@ def test_flags_and_open_ends_are_kept() -> None:
             }
         ]
     )
-    role = resolve(family, tokenizers.qwen(), strict=True).roles[0]
+    role = resolve(family, Vocabulary(tokenizers.qwen()), strict=True).roles[0]
     assert (role.open_ended, role.include_start, role.include_end) == (True, True, False)
     assert [end.ids for end in role.ends] == [(151645,)]
 
 
 def test_an_exclusion_has_its_tokenizations() -> None:
     family = Family("f", (), (Exclusion("thinking", "<think>", "</think>"), Exclusion("scaffold", "</think>")))
-    thinking, scaffold = resolve(family, tokenizers.qwen()).exclusions
+    thinking, scaffold = resolve(family, Vocabulary(tokenizers.qwen())).exclusions
     assert ([m.ids for m in thinking.start], [m.ids for m in thinking.end]) == ([(151667,)], [(151668,)])
     assert scaffold.end == ()
 
 
 def test_a_missing_end_of_sequence_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"end with the end-of-sequence token, but the tokenizer .* has none"):
-        resolve(_single("ASSISTANT:"), tokenizers.byte_level(None))
+        resolve(_single("ASSISTANT:"), Vocabulary(tokenizers.byte_level(None)))
     either = Family("either", (RoleBoundary("assistant", ("ASSISTANT:",), (EOS, "###")),))
-    assert {end.text for end in resolve(either, tokenizers.byte_level(None)).roles[0].ends} == {"###"}
+    assert {end.text for end in resolve(either, Vocabulary(tokenizers.byte_level(None))).roles[0].ends} == {"###"}
 
 
 def _words(words: list[str]) -> PreTrainedTokenizerFast:
@@ -269,20 +267,18 @@ def test_a_marker_that_does_not_come_back_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("block", [1, 3, 1 << 18])
-def test_sets_of_markers_are_found_as_by_the_rules(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marker_trie, "_BLOCK", block)
+def test_sets_of_markers_are_found_as_by_the_rules(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
         case = random_case(rng)
         sets = [entry for role in case.markers.roles for entry in (role.starts, role.ends)]
-        row = lay_out(case.ids, case.attended, case.segments)
-        for markers, matches in zip(sets, MarkerTrie(sets).find(row), strict=True):
+        rows = lay_out(case.rows)
+        for markers, matches in zip(sets, MarkerSearch(sets).find(rows), strict=True):
             expected = [
                 (at, *found)
-                for first, border in pieces(len(case.ids), case.attended, case.segments)
+                for first, border in borders(case.rows)
                 for at in range(first, border)
-                if (found := match(markers, case.ids, at, border))
+                if (found := match(markers, rows.ids.tolist(), at, border))
             ]
             columns = (matches.position, matches.stop, matches.marker)
             assert list(zip(*[column.tolist() for column in columns], strict=True)) == expected
@@ -307,24 +303,6 @@ def test_a_long_chain_of_overlaps() -> None:
     assert (without_overlap(position, position + 2) == position[::2]).all()
 
 
-def test_more_markers_than_a_byte_counts() -> None:
-    markers = [mark(number, number + 1) for number in range(0, 2000, 2)]
-    ids = [4, 5, 1998, 1999, 7, 8, 256, 257]
-    found = MarkerTrie([markers, []]).find(lay_out(ids))
-    assert found[0].position.tolist() == [0, 2, 6]
-    assert found[0].marker.tolist() == [2, 999, 128]
-    assert found[1].position.size == 0
-
-
 def test_no_markers() -> None:
-    assert MarkerTrie([]).find(lay_out([1, 2])) == []
-
-
-def test_borders() -> None:
-    row = lay_out([[1, 2, 3], [4, 5, 6]], [[0, 1, 1], [1, 1, 0]], [[0, 0, 1], [1, 1, 1]])
-    assert row.borders.tolist() == [0, 1, 2, 3, 5, 6]
-    assert row.ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert row.attended is not None
-    assert row.attended.tolist() == [False, True, True, True, True, False]
-    assert lay_out([[1, 2], [3, 4]]).borders.tolist() == [0, 2, 4]
-    assert lay_out([]).borders.tolist() == [0]
+    assert MarkerSearch([]).find(lay_out([[1, 2]])) == []
+    assert MarkerSearch([[]]).find(lay_out([[1, 2]]))[0].position.size == 0

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_protrain.data.chat import mask
+from lightning_protrain.data.chat.marker_search import lay_out
 from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.mask import MaskOptions, token_weights, trainable_turns, trained_tokens
 from lightning_protrain.data.chat.turns import scan
@@ -26,9 +27,13 @@ CHATML = STYLES["chatml"].markers
 DEFAULT = MaskOptions()
 
 
-def masked(ids: Any, markers: Markers, options: MaskOptions = DEFAULT, weights: Any = None, **where: Any) -> Any:
-    ids = np.asarray(ids)
-    return trained_tokens(ids, scan(ids, markers, **where), markers, options, turn_weights=weights, **where)
+def masked_rows(rows: Any, markers: Markers, options: MaskOptions = DEFAULT, weights: Any = None) -> Any:
+    tokens = lay_out(rows)
+    return trained_tokens(tokens, scan(tokens, markers), markers, options, weights)
+
+
+def masked(ids: Any, markers: Markers, options: MaskOptions = DEFAULT, weights: Any = None) -> Any:
+    return masked_rows([ids], markers, options, weights)
 
 
 def kept(ids: Sequence[int], markers: Markers, options: MaskOptions = DEFAULT, **arguments: Any) -> list[int]:
@@ -36,10 +41,8 @@ def kept(ids: Sequence[int], markers: Markers, options: MaskOptions = DEFAULT, *
 
 
 def agree(case: Case, weights: Sequence[float] | None = None) -> None:
-    where = {"attention_mask": case.attended, "segments": case.segments}
-    found = masked(case.ids, case.markers, case.options, weights, **where)
-    expected = reference_mask(case.ids, case.markers, case.options, case.attended, case.segments, weights)
-    assert found.tolist() == expected, case
+    found = masked_rows(case.rows, case.markers, case.options, weights)
+    assert found.tolist() == reference_mask(case.rows, case.markers, case.options, weights), case
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -47,7 +50,7 @@ def test_anything_is_masked_as_by_the_rules(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
         case = random_case(rng)
-        spans = scan(case.ids, case.markers, case.attended, case.segments)
+        spans = scan(lay_out(case.rows), case.markers)
         count = int(trainable_turns(spans, case.markers, case.options).sum())
         agree(case, [rng.choice([0.0, 1.0, 0.5]) for _ in range(count)] if rng.random() < 0.3 else None)
 
@@ -56,12 +59,11 @@ PLANTED = {
     "no exclusions": ("_excluded", lambda *_: (np.empty(0, dtype=np.int64),) * 2),
     "exclusions overlap": ("without_overlap", lambda position, stop: slice(None)),
     "the last turn of the row": (
-        "last_of_segment",
+        "last_of_row",
         lambda _row, _spans, turns: turns & (np.cumsum(turns) == turns.sum()),
     ),
     "shared terminators": ("_shared_terminators", lambda _row, spans, *_: np.zeros(spans.role.size, dtype=bool)),
     "no terminator is shared": ("terminators", lambda _row, _markers, spans: np.zeros_like(spans.role)),
-    "media": ("_trainable_ids", lambda media: np.ones(2, dtype=bool)),
 }
 
 
@@ -98,9 +100,9 @@ def test_what_was_built_to_be_trained_is(name: str, data: st.DataObject) -> None
 @pytest.mark.parametrize("name", STYLES)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_packed_padded_and_batched_it_is_the_same(name: str, data: st.DataObject) -> None:
+def test_many_rows_are_masked_as_each_is_alone(name: str, data: st.DataObject) -> None:
     style = STYLES[name]
-    packed = data.draw(st.lists(conversations(style, 3).filter(lambda talk: bool(talk.ids)), min_size=1, max_size=3))
+    talks = data.draw(st.lists(conversations(style, 3), min_size=1, max_size=3))
     options = data.draw(
         st.builds(
             MaskOptions,
@@ -111,22 +113,9 @@ def test_packed_padded_and_batched_it_is_the_same(name: str, data: st.DataObject
             train_thinking=st.booleans(),
         )
     )
-    alone = [masked(talk.ids, style.markers, options).tolist() for talk in packed]
-    joined = [token for talk in packed for token in talk.ids]
-    segments = [number for number, talk in enumerate(packed) for _ in talk.ids]
-    assert masked(joined, style.markers, options, segments=segments).tolist() == list(itertools.chain(*alone))
-    # As a batch, with padding of an id that ends turns.
-    length = max(len(talk.ids) for talk in packed) + data.draw(st.integers(0, 2))
-    for left in (False, True):
-        batch = np.full((len(packed), length), 2)
-        attended = np.zeros((len(packed), length), dtype=np.int64)
-        for number, talk in enumerate(packed):
-            place = slice(length - len(talk.ids), None) if left else slice(len(talk.ids))
-            batch[number, place], attended[number, place] = talk.ids, 1
-        found = masked(batch, style.markers, options, attention_mask=attended)
-        assert found.shape == batch.shape
-        assert not found[attended == 0].any()
-        assert [row[shown == 1].tolist() for row, shown in zip(found, attended, strict=True)] == alone
+    alone = [masked(talk.ids, style.markers, options).tolist() for talk in talks]
+    together = masked_rows([talk.ids for talk in talks], style.markers, options)
+    assert together.tolist() == list(itertools.chain(*alone))
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -140,43 +129,6 @@ def test_the_mask_of_a_prefix_is_the_prefix_of_the_mask(name: str, data: st.Data
     for cut in range(len(whole) + 1):
         if not conversation.splits_a_marker(cut):
             assert masked(conversation.ids[:cut], conversation.style.markers, options).tolist() == whole[:cut], cut
-
-
-@pytest.mark.parametrize("eos", EOS)
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_a_cut_anywhere_where_markers_are_single_tokens(eos: Any, data: st.DataObject) -> None:
-    """Equal at any cut but for `last`, which looks ahead: there the content is trained that the whole row trains."""
-    conversation = data.draw(conversations(STYLES[data.draw(st.sampled_from(["mistral", "deepseek", "glm"]))]))
-    assume(conversation.ids)
-    markers, cut = conversation.style.markers, data.draw(st.integers(0, len(conversation.ids)))
-    options = MaskOptions(train_on_eos=eos)
-    whole, part = masked(conversation.ids, markers, options)[:cut], masked(conversation.ids[:cut], markers, options)
-    if eos == "last":
-        no_ends = MaskOptions(train_on_eos="none")
-        assert (masked(conversation.ids[:cut], markers, no_ends) <= whole).all()
-    else:
-        assert (whole == part).all()
-
-
-@pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=10, deadline=None)
-@given(data=st.data())
-def test_each_whole_turn_keeps_its_terminator_and_nothing_else_is_trained(name: str, data: st.DataObject) -> None:
-    conversation = data.draw(conversations(STYLES[name]))
-    markers = conversation.style.markers
-    spans = scan(conversation.ids, markers)
-    trained = masked(conversation.ids, markers)
-    ends = masked(conversation.ids, markers) & ~masked(conversation.ids, markers, MaskOptions(train_on_eos="none"))
-    inside = np.zeros_like(trained)
-    turns = np.flatnonzero(trainable_turns(spans, markers, DEFAULT))
-    for turn in turns:
-        inside[spans.content[turn] : spans.stop[turn]] = True
-        terminator = slice(spans.end[turn], spans.stop[turn])
-        assert ends[terminator].all()
-        assert spans.complete[turn] == (spans.stop[turn] > spans.end[turn])
-    assert not (trained & ~inside).any()
-    assert ends.sum() == (spans.stop - spans.end)[turns].sum()
 
 
 def test_terminators_of_others() -> None:
@@ -210,14 +162,13 @@ def test_include_flags() -> None:
 
 def test_weights_of_turns() -> None:
     turn = [1, ASSISTANT, NEWLINE, 200, 2, NEWLINE]
-    ids, spans = turn * 3, scan(turn * 3, CHATML)
+    ids, spans = turn * 3, scan(lay_out([turn * 3]), CHATML)
     assert kept(ids, CHATML, weights=[1, 0, 0.5]) == [200, 2, 200, 2]
     trained = masked(ids, CHATML, weights=[1, 0, 0.5])
     weights = token_weights(trained, spans, CHATML, DEFAULT, [1, 0, 0.5])
     assert weights.dtype == np.float32
     assert weights[trained].tolist() == [1, 1, 0.5, 0.5]
     assert not weights[~trained].any()
-    assert (token_weights(trained, spans, CHATML, DEFAULT) == trained).all()
     last = MaskOptions(train_on="last_turn", train_on_eos="all")
     assert masked(ids, CHATML, last, [1, 1, 0]).nonzero()[0].tolist() == [4, 9, 10]
     inputs = MaskOptions(train_on_inputs=True)
@@ -232,10 +183,9 @@ def test_media_and_inputs() -> None:
     assert kept(ids, markers, MaskOptions(train_on_inputs=True)) == everything
 
 
-def test_the_first_token_of_a_segment_is_no_target() -> None:
+def test_the_first_token_of_a_row_is_no_target() -> None:
     inputs = MaskOptions(train_on_inputs=True)
-    found = masked([[7, 7, 7], [7, 7, 7]], CHATML, inputs, segments=[[0, 0, 1], [1, 1, 1]])
-    assert found.tolist() == [[False, True, False], [False, True, True]]
+    assert masked_rows([[7, 7], [], [7, 7, 7]], CHATML, inputs).tolist() == [False, True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +215,7 @@ def test_roles_that_a_family_does_not_have() -> None:
         masked([1], family("one", [role("user", [mark(1)])]))
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+@pytest.mark.parametrize("rows", [[[]], [[], []]])
 @pytest.mark.parametrize("options", [*ORACLE_OPTIONS[:4], MaskOptions(train_on_inputs=True)])
-def test_nothing_at_all(shape: tuple[int, ...], options: MaskOptions) -> None:
-    assert masked(np.zeros(shape, dtype=np.int32), CHATML, options).shape == shape
+def test_nothing_at_all(rows: list[list[int]], options: MaskOptions) -> None:
+    assert masked_rows(np.array(rows, dtype=np.int32), CHATML, options).size == 0

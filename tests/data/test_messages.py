@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_protrain.data.conversation import ROLES, MalformedRow
-from lightning_protrain.data.sources.parse import ROLE_NAMES, check_order, parse_calls, parse_message
+from lightning_protrain.data.sources.messages import ROLE_NAMES, check_order, parse_calls, parse_message
 
 CALL = {"name": "get", "arguments": {"city": "Rome"}}
 PARSED = {"type": "function", "function": CALL}

@@ -18,13 +18,16 @@ from rich.console import Console
 
 from lightning_protrain.data.batches.preview import PreviewedConversation, TokenSpan, page, render, show, table, visible
 from lightning_protrain.data.batches.tokenizer import train_tokenizer
-from lightning_protrain.data.sources.dataset import count
+from lightning_protrain.data.sources.dataset import DatasetReport, quartet
 
-REPORT = replace(
-    count("chats, train", "chatml", [10], 6, 0, {"cut": 3}),
-    knobs="train_on_eos=last",
-    dropped_rows=("a.jsonl, line 3: cut",),
-)
+
+def _report(lengths: list[int], num_trained: int, dropped: dict[str, int], **counts: Any) -> DatasetReport:
+    entries, name = tuple(dropped.items()), counts.pop("name", "chats, train")
+    totals = {"num_tokens": sum(lengths), "num_trained": num_trained, "lengths": quartet(lengths)}
+    return DatasetReport(name, "chatml", len(lengths), entries, **totals, **counts)
+
+
+REPORT = _report([10], 6, {"cut": 3}, knobs="train_on_eos=last", dropped_rows=("a.jsonl, line 3: cut",))
 USER = "<|im_start|>user<|im_sep|>Gr\u00fc\u00dfe [bold] <|im_end|>"
 CHAT = USER + "<|im_start|>assistant<|im_sep|>\u00c4 <b>\n yes<|im_end|>"
 
@@ -58,7 +61,7 @@ def test_media_are_counted(tokenizer: object) -> None:
 
 def test_the_terminal_shows_text_as_it_is(tokenizer: object) -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="truecolor")
-    console.print(render([_shown(tokenizer)], [count("chats, train", "chatml", [10, 20], 6, 0, ["cut"])]))
+    console.print(render([_shown(tokenizer)], [_report([10, 20], 6, {"cut": 1})]))
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[bold]" in output, "no markup is read out of a conversation"
     assert "\x1b[1;32m" in output
@@ -158,9 +161,9 @@ class _Reader(HTMLParser):
 
 
 def _read() -> tuple[str, _Reader]:
-    report = count("<chats>, train", "chatml", [100, 200], 60, 0, {"cut & lost": 3})
-    reports = [replace(report, knobs="train_on_eos='<last>'", dropped_rows=("a.jsonl, line 3: <cut>",))]
-    text = page([PreviewedConversation("row <1>", PIECES, 40, 12)], reports)
+    told = {"name": "<chats>, train", "knobs": "train_on_eos='<last>'", "dropped_rows": ("a.jsonl, line 3: <cut>",)}
+    report = _report([100, 200], 60, {"cut & lost": 3}, **told)
+    text = page([PreviewedConversation("row <1>", PIECES, 40, 12)], [report])
     reader = _Reader()
     reader.feed(text)
     return text, reader
@@ -227,15 +230,12 @@ def test_a_browser_shows_what_is_trained() -> None:
     assert 'data-fits="true"' in shown
 
 
-def test_counts_are_added_up() -> None:
-    report = count("chats, train", "chatml", [10, 30, 20, 40, 50], 30, 1, ["cut", "cut", "empty"])
-    assert (report.num_kept, report.num_dropped, report.num_tokens, report.num_trained) == (5, 3, 150, 30)
-    assert report.dropped == (("cut", 2), ("empty", 1))
-    assert report.lengths == (10, 30, 50, 50)
+def test_lengths_are_in_four_numbers() -> None:
+    assert quartet([10, 30, 20, 40, 50]) == (10, 30, 50, 50)
 
 
 def test_a_sentence_names_all_of_it() -> None:
-    text = count("chats, train", "chatml", [10, 30], 10, 2, {"without a trained token": 3}).describe()
+    text = _report([10, 30], 10, {"without a trained token": 3}, num_unended=2).describe()
     assert text == (
         "chats, train: 2 conversations, 40 tokens, 25.0% of them trained; 3 dropped (3 without a trained token). "
         "2 trained turns have no end token, because the chat template writes none there."
@@ -251,10 +251,11 @@ def test_a_sentence_names_all_of_it() -> None:
     ],
 )
 def test_turns_that_were_cut_are_told_from_turns_that_never_end(num_unended: int, num_cut: int, sentence: str) -> None:
-    assert count("c", "f", [10], 5, num_unended, [], num_cut=num_cut).describe().endswith(f" trained. {sentence}")
+    report = _report([10], 5, {}, num_unended=num_unended, num_cut=num_cut)
+    assert report.describe().endswith(f" trained. {sentence}")
 
 
 def test_nothing_is_kept() -> None:
-    report = count("empty", "chatml", [], 0, 0, [])
+    report = _report([], 0, {})
     assert report.lengths == (0, 0, 0, 0)
     assert "0 conversations, 0 tokens, 0.0% of them trained." in report.describe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,6 +34,18 @@ def _tokenizer(template: str, *controls: str) -> PreTrainedTokenizerBase:
 
 def _encoder(tokenizer: PreTrainedTokenizerBase, **knobs: Any) -> ChatEncoder:
     return ChatEncoders(tokenizer, None).encoder(settings_of(**knobs))
+
+
+@cache
+def _formed(template: str, name: str) -> ChatEncoder:
+    """An encoder with the control tokens of a format, which tests share."""
+    return _encoder(byte_level(template, FORMATS[name].controls, FORMATS[name].eos))
+
+
+@cache
+def _on_qwen(template: str, is_bounded: bool = False) -> ChatEncoder:
+    boundaries = [{"role": "assistant", "start": "Assistant:", "end": "</s>"}, {"role": "user", "start": "User:"}]
+    return _encoder(qwen(), chat_template=template, role_boundaries=boundaries if is_bounded else None)
 
 
 def _kept(encoder: ChatEncoder, row: Conversation) -> str:
@@ -140,8 +153,7 @@ _IDS_AS_NAMES = (
     ],
 )
 def test_a_template_that_writes_ids_of_calls_gets_ids_with_their_names(ids: Any, results: Any) -> None:
-    form = FORMATS["kimi"]
-    encoder = _encoder(byte_level(_IDS_AS_NAMES, form.controls, form.eos))
+    encoder = _formed(_IDS_AS_NAMES, "kimi")
     places = ("Rome", "Bonn")
     calls = [_call({"place": place}, **({"id": one} if one else {})) for place, one in zip(places, ids, strict=True)]
     messages = [
@@ -168,9 +180,8 @@ def test_a_template_that_writes_ids_of_calls_gets_ids_with_their_names(ids: Any,
 
 
 def test_ids_of_calls_stay_as_they_are_where_the_template_writes_names() -> None:
-    form = FORMATS["kimi"]
-    template = form.template.replace("call.function.name", "call.id + call.function.name")
-    encoder = _encoder(byte_level(template, form.controls, form.eos))
+    template = FORMATS["kimi"].template.replace("call.function.name", "call.id + call.function.name")
+    encoder = _formed(template, "kimi")
     row: Any = {"messages": [{"role": "user", "content": "Where?"}, _asks(_call({"place": "Rome"}, id="call_1"))]}
     assert "call_1lookup" in _kept(encoder, row)
 
@@ -199,9 +210,8 @@ QUESTION = {"role": "user", "content": "Where?"}
     ],
 )
 def test_a_row_of_gemma4_that_ends_with_a_call_or_a_result_is_trained(messages: Any, expected: str) -> None:
-    form = FORMATS["gemma4"]
     opens = "{%- if messages[-1].tool_calls and not add_generation_prompt %}<|tool_response>{%- endif %}"
-    encoder = _encoder(byte_level(form.template + opens, form.controls, form.eos))
+    encoder = _formed(FORMATS["gemma4"].template + opens, "gemma4")
     encoded = one(encoder, {"messages": messages})
     assert kept(encoder, encoded) == expected
     assert encoded.num_unended == 1
@@ -213,7 +223,7 @@ def test_a_call_without_an_end_is_not_trained_where_more_follows_it(behind: str,
     form = FORMATS["gemma4"]
     template = form.template.replace("{%- set ns.open = true %}", f"{behind}{{%- set ns.open = true %}}")
     assert template != form.template
-    encoder = _encoder(byte_level(template, form.controls, form.eos))
+    encoder = _formed(template, "gemma4")
     (encoded,) = encoder.encode([{"messages": [QUESTION, _asks(_call({"place": "Rome"})), _result(result)]}])  # type: ignore[list-item]
     if behind == "[42]" and result == "9":
         assert isinstance(encoded, Encoded)  # a tag of the template, as "<tool_call|>" is
@@ -254,7 +264,7 @@ PLAIN_ENDS = (
 def test_a_tool_is_told_apart_where_the_answer_before_it_has_its_end(
     answer: str, result: str, reason: str | None
 ) -> None:
-    encoder = _encoder(qwen(TAGS))
+    encoder = _on_qwen(TAGS)
     assert "tool" in encoder.leaking  # its probe has an answer with a period, which shares a token with the end
     row = [QUESTION, {"role": "assistant", "content": answer}, _result(result), {"role": "assistant", "content": "So"}]
     (encoded,) = encoder.encode([{"messages": row}])  # type: ignore[list-item]
@@ -277,11 +287,7 @@ def test_a_tool_is_told_apart_where_the_answer_before_it_has_its_end(
 def test_rows_of_several_turns_are_trained_if_their_turns_are_the_messages(
     template: str, answers: tuple[str, str], expected: str | None
 ) -> None:
-    boundaries = [
-        {"role": "assistant", "start": "Assistant:", "end": "</s>"},
-        {"role": "user", "start": "User:"},
-    ]
-    encoder = _encoder(qwen(template), role_boundaries=boundaries if template == PLAIN_ENDS else None)
+    encoder = _on_qwen(template, is_bounded=template == PLAIN_ENDS)
     assert SEVERAL in encoder.unproven
     (encoded,) = encoder.encode([conversation("Why?", *answers)])
     if expected is None:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_protrain.data.conversation import MalformedRow
 from lightning_protrain.data.sources.dataset import MAX_EXAMPLES, ConversationRows, MalformedRows, read_rows
-from lightning_protrain.data.sources.parse import RowFormat
+from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.tables import ArrowTable, JsonLines, RowList
 from tests.data.conftest import conversation
 
@@ -214,6 +214,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@settings(max_examples=15, deadline=None)
 @given(rows=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
 def test_what_arrow_fills_in_is_taken_out_again(rows: list[dict[str, Any]]) -> None:
     table = ArrowTable(Dataset.from_list([{"tools": None, **row} for row in rows]), "a", Path())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,9 @@ def _found(markers: Markers, options: MaskOptions) -> TokenTurns:
 
 def test_turns_belong_to_their_rows() -> None:
     found = _found(_markers(), MaskOptions())
-    assert found.borders.tolist() == [0, 9, 12, 12, 27]
+    assert found.rows.borders.tolist() == [0, 9, 12, 12, 27]
     assert [found.of_row(row) for row in range(4)] == [slice(0, 2), slice(2, 3), slice(3, 3), slice(3, 6)]
-    assert found.num_begun.tolist() == [1, 1, 0, 1]
+    assert found.per_row(found.begun).tolist() == [1, 1, 0, 1]
     assert found.per_row(found.trainable).tolist() == [1, 1, 0, 2]
 
 
@@ -179,12 +180,16 @@ def test_an_end_of_plain_text_may_share_a_token_with_the_answer() -> None:
     assert encoded.num_unended == 0
 
 
+@cache
+def _gpt_oss() -> ChatEncoders:
+    form = FORMATS["gpt-oss"]
+    return ChatEncoders(byte_level(form.template, form.controls, form.eos), None)
+
+
 @pytest.mark.parametrize("max_length", range(10, 28, 2))
 def test_markers_of_excluded_parts_are_not_cut_in_two(max_length: int) -> None:
-    form = FORMATS["gpt-oss"]
-    encoder = ChatEncoders(byte_level(form.template, form.controls, form.eos), None).encoder(
-        settings_of(train_thinking=False, max_length=max_length, on_untrainable="warn")
-    )
+    settings = settings_of(train_thinking=False, max_length=max_length, on_untrainable="warn")
+    encoder = _gpt_oss().encoder(settings)
     row: Any = conversation("?", "Yes.")
     row["messages"][1]["reasoning_content"] = "Hm."
     ids = encoder.renderer.encode([encoder.renderer.render(row)])[0]

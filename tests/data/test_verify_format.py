@@ -2,22 +2,29 @@
 from dataclasses import replace
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.chat.chat_format import Exclusion, Family, RoleBoundary, parse_boundaries
 from lightning_protrain.data.chat.check_turns import MARKERS, QUIET, RESULTS, SEVERAL
 from lightning_protrain.data.chat.known_formats import FAMILIES
 from lightning_protrain.data.chat.markers import resolve
-from lightning_protrain.data.chat.verify_format import TemplateRender, VerificationError, end_tokens, verify_family
+from lightning_protrain.data.chat.render import Renderer
+from lightning_protrain.data.chat.verify_format import VerificationError, end_tokens, verify_family
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 from tests.data import tokenizers
 from tests.data.templates import FORMATS
 
 
-def _prove(family: Family, name: str, strict: bool = False) -> dict[str, str]:
+def _prove(family: Family, name: str, strict: bool = False, quiet: bool = False) -> dict[str, str]:
     form = FORMATS[name]
-    tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
+    return _proven(tokenizers.byte_level(form.template, form.controls, form.eos), family, strict, quiet)
+
+
+def _proven(
+    tokenizer: PreTrainedTokenizerBase, family: Family, strict: bool = False, quiet: bool = False
+) -> dict[str, str]:
     vocabulary = Vocabulary(tokenizer)
-    return verify_family(TemplateRender(tokenizer), vocabulary, resolve(family, vocabulary, strict))
+    return verify_family(Renderer(tokenizer).ids, vocabulary, resolve(family, vocabulary, strict), quiet)
 
 
 def _changed(name: str, role: str, **fields: object) -> Family:
@@ -36,9 +43,7 @@ def test_a_family_is_proven_on_a_vocabulary_whose_merges_cross_words_and_lines(n
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "deepseek-distill"])
 def test_a_family_is_proven_with_spaces_before_words(name: str) -> None:
     form = FORMATS[name]
-    tokenizer = tokenizers.metaspace(form.template, form.controls, form.eos)
-    vocabulary = Vocabulary(tokenizer)
-    assert verify_family(TemplateRender(tokenizer), vocabulary, resolve(FAMILIES[form.family], vocabulary)) == {}
+    assert _proven(tokenizers.metaspace(form.template, form.controls, form.eos), FAMILIES[form.family]) == {}
 
 
 # One planted fault each: what upstream scanners get wrong.
@@ -120,7 +125,7 @@ def test_a_template_that_does_not_know_a_role_proves_nothing_of_it() -> None:
     template = "{%- for m in messages %}{{ '<U>' + m.content if m.role == 'user' else '<A>' + (m.content or '') + '<E>' }}{%- endfor %}"
     tokenizer = tokenizers.byte_level(template, ("<U>", "<A>", "<E>"), "<E>")
     family = Family("f", (RoleBoundary("assistant", ("<A>",), ("<E>",)), RoleBoundary("user", ("<U>",))))
-    assert verify_family(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer)) == {}
+    assert _proven(tokenizer, family) == {}
 
 
 def test_a_spoof_that_is_not_made_harmless_is_found() -> None:
@@ -133,14 +138,15 @@ def test_a_spoof_that_is_not_made_harmless_is_found() -> None:
         except TypeError as error:
             raise ValueError(str(error)) from error
 
-    unproven = verify_family(unsafe, tokenizer, resolve(FAMILIES["chatml"], tokenizer))  # type: ignore[arg-type]
+    vocabulary = Vocabulary(tokenizer)
+    unproven = verify_family(unsafe, vocabulary, resolve(FAMILIES["chatml"], vocabulary))
     assert list(unproven) == [MARKERS]
 
 
 def test_a_template_that_raises_is_an_error() -> None:
     tokenizer = tokenizers.byte_level("{{ raise_exception('never') }}", ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
     with pytest.raises(ValueError, match=r"cannot be checked: the chat template refuses .*never"):
-        verify_family(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+        _proven(tokenizer, FAMILIES["chatml"])
 
 
 def test_a_template_of_one_turn_is_proven_for_one_turn() -> None:
@@ -148,15 +154,14 @@ def test_a_template_of_one_turn_is_proven_for_one_turn() -> None:
         "{%- if messages | length > 2 %}{{ raise_exception('one turn only') }}{%- endif %}" + FORMATS["chatml"].template
     )
     tokenizer = tokenizers.byte_level(template, FORMATS["chatml"].controls, "<|im_end|>")
-    unproven = verify_family(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+    unproven = _proven(tokenizer, FAMILIES["chatml"])
     assert "one turn only" in unproven.pop(SEVERAL)
     assert not unproven
 
 
 def test_thoughts_alone_can_be_proven() -> None:
     name, family, message = FAULTS["thinking kept"]
-    tokenizer = tokenizers.byte_level(FORMATS[name].template, FORMATS[name].controls, FORMATS[name].eos)
-    assert message in verify_family(TemplateRender(tokenizer), tokenizer, resolve(family, tokenizer), quiet=True)[QUIET]
+    assert message in _prove(family, name, quiet=True)[QUIET]
 
 
 def test_results_of_tools_are_looked_for_where_calls_are_left_out() -> None:
@@ -167,7 +172,7 @@ def test_results_of_tools_are_looked_for_where_calls_are_left_out() -> None:
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
     tokenizer = tokenizers.byte_level(template, FORMATS["chatml"].controls, "<|im_end|>")
-    unproven = verify_family(TemplateRender(tokenizer), tokenizer, resolve(FAMILIES["chatml"], tokenizer))
+    unproven = _proven(tokenizer, FAMILIES["chatml"])
     assert "'willow0', which the assistant does not say, is trained" in unproven[RESULTS]
 
 
@@ -184,8 +189,8 @@ def test_results_of_tools_are_looked_for_where_calls_are_left_out() -> None:
 def test_generation_may_stop_where_an_answer_ends_but_not_within_it(name: str, expected: set[str]) -> None:
     form = FORMATS[name]
     tokenizer = tokenizers.byte_level(form.template, form.controls, form.eos)
-    markers = resolve(FAMILIES[form.family], Vocabulary(tokenizer))
-    found = end_tokens(TemplateRender(tokenizer), tokenizer, markers)
+    vocabulary = Vocabulary(tokenizer)
+    found = end_tokens(Renderer(tokenizer).ids, vocabulary, resolve(FAMILIES[form.family], vocabulary))
     assert set(tokenizer.convert_ids_to_tokens(sorted(found))) == expected
 
 
@@ -195,4 +200,5 @@ def test_generation_does_not_stop_at_an_end_in_plain_text() -> None:
     )
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
     tokenizer = tokenizers.byte_level(template, (), None)
-    assert end_tokens(TemplateRender(tokenizer), tokenizer, resolve(family, Vocabulary(tokenizer))) == set()
+    vocabulary = Vocabulary(tokenizer)
+    assert end_tokens(Renderer(tokenizer).ids, vocabulary, resolve(family, vocabulary)) == set()

@@ -146,6 +146,11 @@ def byte_level(
     template: str | None, controls: Sequence[str] = (), eos: str | None = None, corpus: Sequence[str] = CORPUS
 ) -> PreTrainedTokenizerBase:
     """A byte-level BPE trained here, with GPT-2's pattern left out: merges cross words, line ends and markers."""
+    return _with_template(_fast(_bytes_trained(tuple(corpus)), controls, None, eos), template)
+
+
+@cache
+def _bytes_trained(corpus: tuple[str, ...]) -> Tokenizer:
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.decoder = decoders.ByteLevel()
@@ -154,7 +159,7 @@ def byte_level(
     )
     lines = [line for text in corpus for line in text.split(" ")]
     model.train_from_iterator(lines, trainer)
-    return _with_template(_fast(model, controls, None, eos), template)
+    return model
 
 
 def metaspace(

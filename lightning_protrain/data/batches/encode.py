@@ -31,6 +31,7 @@ from lightning_protrain.data.chat.check_turns import (
     turn_weights,
     unproven_feature,
 )
+from lightning_protrain.data.chat.marker_search import lay_out
 from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.mask import (
     LossMask,
@@ -44,7 +45,7 @@ from lightning_protrain.data.chat.mask import (
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
 from lightning_protrain.data.conversation import Conversation, MediaKind, Message
-from lightning_protrain.data.sources.dataset import DatasetReport, count
+from lightning_protrain.data.sources.dataset import DatasetReport, quartet
 from lightning_protrain.progress import bar
 
 
@@ -161,10 +162,10 @@ def cut_before(borders: NDArray[np.int32], length: int) -> int:
 
 
 def _truncate_extras(extras: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
-    kept = dict(extras)
-    for name in TOKEN_EXTRAS.keys() & kept.keys():
-        kept[name] = kept[name][:, :length]
-    return kept
+    truncated = dict(extras)
+    for name in TOKEN_EXTRAS.keys() & truncated.keys():
+        truncated[name] = truncated[name][:, :length]
+    return truncated
 
 
 OnUntrainable = Literal["error", "drop", "warn"]
@@ -212,9 +213,9 @@ class ChatEncoder:
     def knobs(self) -> str:
         """Settings of the loss mask, as one line of text."""
         variables = self.renderer.variables
-        given = f", chat_template_kwargs={variables}" if variables else ""
+        further = f", chat_template_kwargs={variables}" if variables else ""
         length = "none" if self.max_length == UNCUT else self.max_length
-        return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={length}{given}"
+        return f"{self.options.describe()}, on_untrainable={self.on_untrainable}, max_length={length}{further}"
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Encoded | UntrainableError]:
         """Encode conversations without media; return an example or an error for each.
@@ -225,7 +226,7 @@ class ChatEncoder:
         rendered = [self.renderer.render(conversation) for conversation in conversations]
         ids = [np.asarray(row, dtype=np.int32) for row in self.renderer.encode(rendered)]
         results = self.mask(conversations, rendered, ids)
-        return [one if isinstance(one, UntrainableError) else self.cut(one) for one in results]
+        return [result if isinstance(result, UntrainableError) else self.cut(result) for result in results]
 
     def mask(
         self, conversations: Sequence[Conversation], rendered: Sequence[Rendered], ids: Sequence[NDArray[np.int32]]
@@ -241,30 +242,30 @@ class ChatEncoder:
             ValueError: If message weights cannot be assigned to turns.
         """
         options, quiet = self.options, not self.options.train_thinking
-        found = find_turns(ids, self.markers, options)
-        num_turns = found.num_begun
+        turns_of_rows = find_turns(ids, self.markers, options)
+        num_turns = turns_of_rows.per_row(turns_of_rows.begun)
         usual = np.array(
             [
                 not (text.suspicious or (text.sanitized and MARKERS in self.unproven))
-                and is_usual(one, turns, options.roles, self.unproven, quiet)
-                for one, text, turns in zip(conversations, rendered, num_turns.tolist(), strict=True)
+                and is_usual(conversation, turns, options.roles, self.unproven, quiet)
+                for conversation, text, turns in zip(conversations, rendered, num_turns.tolist(), strict=True)
             ]
         )
         weights = None if usual.all() else self._weights(conversations, usual, num_turns)
-        masked = mask_turns(found, self.markers, options, weights)
+        masked = mask_turns(turns_of_rows, self.markers, options, weights)
         if self.leaves_open:
-            masked.stopless[found.last_turns()] = False
-        sure = usual & (found.per_row(masked.stopless) == 0) if masked.stopless.any() else usual
+            masked.stopless[turns_of_rows.last_turns()] = False
+        sure = usual & (turns_of_rows.per_row(masked.stopless) == 0) if masked.stopless.any() else usual
         any_unended = bool(masked.unended.any())
-        ranges = self._ranges(found, ids)
-        at = found.borders.tolist()
+        ranges = self._ranges(turns_of_rows, ids)
+        at = turns_of_rows.rows.borders.tolist()
         results: list[Encoded | UntrainableError] = []
         for row, (tokens, is_sure, first, stop) in enumerate(zip(ids, sure.tolist(), at, at[1:], strict=False)):
-            own = None if masked.weights is None else masked.weights[first:stop]
+            row_weights = None if masked.weights is None else masked.weights[first:stop]
             doubt, num_unwritten = "", 0
             if not is_sure:
                 try:
-                    num_unwritten = self._check(row, conversations[row], rendered[row], found, masked)
+                    num_unwritten = self._check(row, conversations[row], rendered[row], turns_of_rows, masked)
                 except UntrainableError as error:
                     if self.on_untrainable != "warn":
                         results.append(error)
@@ -274,9 +275,9 @@ class ChatEncoder:
                 Encoded(
                     tokens,
                     masked.trained[first:stop],
-                    own,
+                    row_weights,
                     ranges[row],
-                    num_unended=int(masked.unended[found.of_row(row)].sum()) if any_unended else 0,
+                    num_unended=int(masked.unended[turns_of_rows.of_row(row)].sum()) if any_unended else 0,
                     doubt=doubt,
                     num_unwritten=num_unwritten,
                 )
@@ -289,12 +290,12 @@ class ChatEncoder:
         """Return the weights of each row's turns, None for a row without weights; None if no row has weights."""
         weights: list[list[float] | None] = [None] * len(conversations)
         for row in np.flatnonzero(~usual).tolist():
-            said = [one for one in conversations[row]["messages"] if one["role"] in self.options.roles]
-            weights[row] = turn_weights(said, int(num_turns[row]))
-        return None if all(one is None for one in weights) else weights
+            messages = [message for message in conversations[row]["messages"] if message["role"] in self.options.roles]
+            weights[row] = turn_weights(messages, int(num_turns[row]))
+        return None if all(row_weights is None for row_weights in weights) else weights
 
     def _check(
-        self, row: int, conversation: Conversation, rendered: Rendered, found: TokenTurns, masked: LossMask
+        self, row: int, conversation: Conversation, rendered: Rendered, turns: TokenTurns, masked: LossMask
     ) -> int:
         """Check the mask of a row against its messages, see [Note: Turns and messages] in check_turns.py.
 
@@ -305,43 +306,44 @@ class ChatEncoder:
             UntrainableError: If turns and messages differ, or the conversation has a feature that is not verified.
         """
         options, quiet = self.options, not self.options.train_thinking
-        tokens = slice(int(found.borders[row]), int(found.borders[row + 1]))
-        ids, mine = found.ids[tokens], found.of_row(row)
-        said, _ = self._messages(conversation)
+        tokens = slice(int(turns.rows.borders[row]), int(turns.rows.borders[row + 1]))
+        ids, mine = turns.ids[tokens], turns.of_row(row)
+        messages, _ = self._messages(conversation)
         if not options.train_on_inputs:
-            place = np.flatnonzero(found.begun[mine]) + mine.start
+            place = np.flatnonzero(turns.begun[mine]) + mine.start
             # The last token of a start marker may hold the first characters of the content.
-            begins = found.spans.content[place]
-            tails = np.array([int(token) not in self.renderer.added_ids for token in found.ids[begins - 1]], dtype=bool)
+            begins = turns.spans.content[place]
+            tails = np.array([int(token) not in self.renderer.added_ids for token in turns.ids[begins - 1]], dtype=bool)
             # Tool results may be within a turn of the assistant, but they are not its text.
             every = MaskOptions(roles_to_train=options.roles, train_on_eos="none")
-            own = trained_tokens(ids, scan(ids, self.markers), self.markers, every)
-            own[begins[tails] - 1 - tokens.start] = True
-            spans = zip(begins - tails - tokens.start, found.spans.end[place] - tokens.start, strict=True)
-            contents = [ids[a:b][own[a:b]] for a, b in spans]
+            rows = lay_out([ids])
+            spoken = trained_tokens(rows, scan(rows, self.markers), self.markers, every)
+            spoken[begins[tails] - 1 - tokens.start] = True
+            spans = zip(begins - tails - tokens.start, turns.spans.end[place] - tokens.start, strict=True)
+            contents = [ids[a:b][spoken[a:b]] for a, b in spans]
             read = functools.cache(functools.partial(self._read, contents))
             feature = unproven_feature(conversation, self.unproven, rendered.sanitized, quiet)
-            if feature is not None and not is_exact(said, read(), self._ends(found, place), self._marker_texts):
+            if feature is not None and not is_exact(messages, read(), self._ends(turns, place), self._marker_texts):
                 raise UntrainableError(f"the chat format failed its check for {feature}", self.unproven[feature])
             check_turns(conversation, options.roles, read, len(contents), rendered.suspicious)
             whole = options.train_on == "all" and not any(
                 "train" in message or "weight" in message for message in conversation["messages"]
             )
-            kept = masked.trained[tokens].copy()
-            kept[begins[tails] - 1 - tokens.start] = True
-            (trained,) = self._read([ids[kept]])
+            trained_here = masked.trained[tokens].copy()
+            trained_here[begins[tails] - 1 - tokens.start] = True
+            (trained,) = self._read([ids[trained_here]])
             check_trained(conversation, options.roles, trained, quiet, whole)
-            closed = self._check_ends(conversation, found, masked, place, read)
+            closed = self._check_ends(conversation, turns, masked, place, read)
             check_leaks(conversation, options.roles, trained, self.leaking, closed)
         text = rendered.text
         if rendered.sanitized:
             (text,) = self._read([ids])
-        return num_unwritten(said, text)
+        return num_unwritten(messages, text)
 
     def _check_ends(
         self,
         conversation: Conversation,
-        found: TokenTurns,
+        turns: TokenTurns,
         masked: LossMask,
         place: NDArray[np.int64],
         read: Callable[[], list[str]],
@@ -350,7 +352,7 @@ class ChatEncoder:
 
         Args:
             conversation: The conversation.
-            found: Turns of all rows.
+            turns: Turns of all rows.
             masked: Loss mask of all rows; a turn whose end marker shares a token with the content is not `unended`.
             place: Numbers of the row's trained turns.
             read: Returns the text of these turns, without end markers.
@@ -361,19 +363,20 @@ class ChatEncoder:
         Raises:
             UntrainableError: If a turn without an end marker contains more than its messages say.
         """
-        said, others = self._messages(conversation)
+        messages, others = self._messages(conversation)
         closed = True
         for number, at in enumerate(place.tolist()):
-            if found.spans.stop[at] > found.spans.end[at]:
+            if turns.spans.stop[at] > turns.spans.end[at]:
                 continue
-            ends = tuple(end.text for end in self.markers.roles[found.spans.role[at]].ends)
+            ends = tuple(end.text for end in self.markers.roles[turns.spans.role[at]].ends)
             if ends and read()[number].rstrip().endswith(ends):
                 # The turn has its end marker: it shares a token with the content, and is trained as content.
                 masked.unended[at] = False
                 continue
             closed = False
             if masked.stopless[at]:
-                check_end(read()[number], said if len(said) != len(place) else said[number : number + 1], others)
+                candidates = messages if len(messages) != len(place) else messages[number : number + 1]
+                check_end(read()[number], candidates, others)
         return closed
 
     def _messages(self, conversation: Conversation) -> tuple[list[Message], list[Message]]:
@@ -385,21 +388,21 @@ class ChatEncoder:
 
     @functools.cached_property
     def _marker_texts(self) -> frozenset[str]:
-        return frozenset(one.text for role in self.markers.roles for one in (*role.starts, *role.ends))
+        return frozenset(marker.text for role in self.markers.roles for marker in (*role.starts, *role.ends))
 
-    def _ends(self, found: TokenTurns, place: NDArray[np.int64]) -> list[str]:
+    def _ends(self, turns: TokenTurns, place: NDArray[np.int64]) -> list[str]:
         """Return the text of the end markers of turns; empty for a turn without one."""
-        spans = found.spans
-        return self._read([found.ids[spans.end[at] : spans.stop[at]] for at in place.tolist()])
+        spans = turns.spans
+        return self._read([turns.ids[spans.end[at] : spans.stop[at]] for at in place.tolist()])
 
-    def _ranges(self, found: TokenTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+    def _ranges(self, turns: TokenTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         """Return `Encoded.borders` of each row; empty if no row will be truncated."""
         nothing = np.empty((0, 2), dtype=np.int32)
         if max(map(len, ids)) <= self.max_length:
             return [nothing] * len(ids)
-        whole = unsplittable_ranges(found, self.markers, self.options)
-        first = np.searchsorted(whole[:, 0], found.borders)
-        return [(whole[first[row] : first[row + 1]] - found.borders[row]).astype(np.int32) for row in range(len(ids))]
+        whole = unsplittable_ranges(turns, self.markers, self.options)
+        parts = np.split(whole, np.searchsorted(whole[:, 0], turns.rows.borders[1:-1]))
+        return [(part - begin).astype(np.int32) for part, begin in zip(parts, turns.rows.borders, strict=False)]
 
     def cut(self, encoded: Encoded) -> Encoded | UntrainableError:
         """Truncate an example to `max_length`; return an error if it loses all trained tokens or a medium."""
@@ -476,10 +479,10 @@ class EncodedRows(Sequence[Encoded]):
         """
         paths = [folder / f"{name}.npy" for name in ("lengths", "ids", "trained", "weights")]
         # `asarray` turns a memmap object into a plain array, whose access is several times as fast.
-        found = [np.asarray(np.load(path, mmap_mode="r")) for path in paths[:3] + paths[3:] * paths[3].is_file()]
-        if any(len(array) != found[0].sum() for array in found[1:]):
+        arrays = [np.asarray(np.load(path, mmap_mode="r")) for path in paths[:3] + paths[3:] * paths[3].is_file()]
+        if any(len(array) != arrays[0].sum() for array in arrays[1:]):
             raise ValueError(f"the arrays in {folder} do not fit each other")
-        return cls(*found)
+        return cls(*arrays)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -507,8 +510,8 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
         ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
         HasMedia: If a conversation has media.
     """
-    kept, report = collect(_encoded(rows, encoder, name), rows, encoder, name)
-    return EncodedRows.of(kept), report
+    examples, report = collect(_encoded(rows, encoder, name), rows, encoder, name)
+    return EncodedRows.of(examples), report
 
 
 def collect(
@@ -525,7 +528,7 @@ def collect(
     Raises:
         ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
     """
-    kept: list[Encoded] = []
+    examples: list[Encoded] = []
     dropped: list[str] = []
     shown: list[str] = []
     for number, result in enumerate(results):
@@ -539,21 +542,20 @@ def collect(
             if len(shown) < _DROPPED_SHOWN:
                 shown.append(f"{row_name(rows, number, name)}: {result}")
             continue
-        kept.append(result)
-    report = count(
+        examples.append(result)
+    media = Counter(kind for example in examples for kind in example.media)
+    report = DatasetReport(
         name,
         encoder.markers.family,
-        lengths=[len(one) for one in kept],
-        num_trained=sum(one.num_trained for one in kept),
-        num_unended=sum(one.num_unended for one in kept),
-        dropped=dropped,
-        num_doubtful=sum(bool(one.doubt) for one in kept),
-        num_unwritten=sum(one.num_unwritten > 0 for one in kept),
-        num_cut=sum(one.num_cut for one in kept),
-    )
-    media = Counter(kind for one in kept for kind in one.media)
-    report = replace(
-        report,
+        num_kept=len(examples),
+        dropped=tuple(Counter(dropped).most_common()),
+        num_tokens=sum(map(len, examples)),
+        num_trained=sum(example.num_trained for example in examples),
+        num_unended=sum(example.num_unended for example in examples),
+        num_doubtful=sum(bool(example.doubt) for example in examples),
+        lengths=quartet([len(example) for example in examples]),
+        num_unwritten=sum(example.num_unwritten > 0 for example in examples),
+        num_cut=sum(example.num_cut for example in examples),
         knobs=encoder.knobs,
         dropped_rows=tuple(shown),
         num_images=media["image"],
@@ -562,16 +564,16 @@ def collect(
         end_ids=tuple(
             index
             for index in sorted(encoder.end_ids)
-            if any((one.input_ids[one.trained] == index).any() for one in kept)
+            if any((example.input_ids[example.trained] == index).any() for example in examples)
         ),
     )
     if report.num_doubtful:
-        first = next(one.doubt for one in kept if one.doubt)
+        first = next(example.doubt for example in examples if example.doubt)
         doubtful = plural(report.num_doubtful, "conversation is", "conversations are")
         rank_zero_warn(f"{name}: {doubtful} kept with a doubtful mask. The first: {first}.")
-    if not kept or not report.num_trained:
+    if not examples or not report.num_trained:
         _refuse_nothing(report, encoder)
-    return kept, report
+    return examples, report
 
 
 def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> Iterator[Encoded | UntrainableError]:
@@ -616,7 +618,7 @@ def _refuse_nothing(report: DatasetReport, encoder: ChatEncoder) -> None:
     why = ", ".join(f"{reason}: {number}" for reason, number in report.dropped)
     reasons = {reason for reason, _ in report.dropped}
     help_ = ""
-    if reasons & {UNTRAINED, *(one.value for one in Dropped)}:
+    if reasons & {UNTRAINED, *(reason.value for reason in Dropped)}:
         help_ = ' Or let `on_untrainable` be "warn" to go on without a loss.'
     elif reasons - {TEMPLATE, REFUSED}:
         help_ = ' Or let `on_untrainable` be "warn" to train on them, with a mask that may be wrong.'

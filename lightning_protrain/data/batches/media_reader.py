@@ -55,21 +55,21 @@ class MediaReader:
 
     processor: Any
 
-    def size(self, one: Media, where: str) -> Size:
+    def size(self, medium: Media, where: str) -> Size:
         """Return the size of a medium, from its header.
 
         Args:
-            one: The medium.
+            medium: The medium.
             where: Name of the medium, for messages.
 
         Raises:
             MalformedRow: If the medium cannot be opened, or is longer than the processor reads.
             ValueError: If the processor cannot read media of this kind.
         """
-        part, source = part_for(self.processor, one.kind), one.source
-        if one.kind == "image":
+        part, source = part_for(self.processor, medium.kind), medium.source
+        if medium.kind == "image":
             return image_size(source, where)  # type: ignore[arg-type]
-        if one.kind == "audio":
+        if medium.kind == "audio":
             length = audio_length(source, self._rate, where)  # type: ignore[arg-type]
             limit = self._longest(part)
             if limit is not None and length > limit:
@@ -84,20 +84,20 @@ class MediaReader:
             raise not_opened(source, where, too_many(len(indices), header.width, header.height))
         return _VideoSize(header, indices)
 
-    def open(self, one: Media, where: str) -> Opened:
+    def open(self, medium: Media, where: str) -> Opened:
         """Return a medium as the processor reads it.
 
         Raises:
             MalformedRow: If the medium cannot be decoded, or is longer than the processor reads.
             ValueError: If the processor cannot read media of this kind.
         """
-        source: Any = one.source
-        if one.kind == "image":
-            return one.kind, open_image(source, where)
-        size: Any = self.size(one, where)
-        if one.kind == "audio":
-            return one.kind, open_audio(source, self._rate, where)
-        return one.kind, _Clip(open_frames(source, size.indices, where), size.metadata)
+        source: Any = medium.source
+        if medium.kind == "image":
+            return medium.kind, open_image(source, where)
+        size: Any = self.size(medium, where)
+        if medium.kind == "audio":
+            return medium.kind, open_audio(source, self._rate, where)
+        return medium.kind, _Clip(open_frames(source, size.indices, where), size.metadata)
 
     def blank(self, kind: MediaKind, size: Any) -> Opened:
         """Return a blank medium of the given size: black pixels, or silence."""
@@ -123,19 +123,21 @@ class MediaReader:
 
     def arguments(self, media: Sequence[Opened]) -> dict[str, Any]:
         """Return the keyword arguments that pass the media of one text to the processor."""
-        images, audio, clips = ([one for other, one in media if other == kind] for kind in ("image", "audio", "video"))
-        given: dict[str, Any] = {"images": images or None}
+        images, audio, clips = (
+            [medium for other, medium in media if other == kind] for kind in ("image", "audio", "video")
+        )
+        arguments: dict[str, Any] = {"images": images or None}
         if audio:
-            given |= {"audio": audio, "audio_kwargs": {"sampling_rate": self._rate}}
+            arguments |= {"audio": audio, "audio_kwargs": {"sampling_rate": self._rate}}
         if clips:
             # The frames are sampled already: to sample them itself, a processor would need all frames decoded.
             settings = {"video_metadata": [clip.metadata for clip in clips], "do_sample_frames": False}
-            given |= {"videos": [clip.frames for clip in clips], "videos_kwargs": settings}
-        return given
+            arguments |= {"videos": [clip.frames for clip in clips], "videos_kwargs": settings}
+        return arguments
 
     def filled(self, conversation: Conversation, media: Sequence[Opened]) -> Conversation:
         """Put the opened audio into the parts of a conversation, for a processor that reads conversations."""
-        parts = iter([self.audio_part(one) for _, one in media])
+        parts = iter([self.audio_part(audio) for _, audio in media])
         messages: Any = [
             {**message, "content": [part if part["type"] == "text" else next(parts) for part in message["content"]]}
             if isinstance(message["content"], list)

@@ -66,14 +66,14 @@ def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
     tokenizer: Any = processor.tokenizer
     names = {str(getattr(processor, name)) for name in _MEDIA_TOKENS if isinstance(getattr(processor, name, None), str)}
     known = tokenizer.get_vocab()
-    found = {int(known[name]) for name in names if name in known}
+    media = {int(known[name]) for name in names if name in known}
     ids = {getattr(processor, name, None) for name in ("image_token_id", "video_token_id", "audio_token_id")}
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
-        found |= {int(index) for token, index in tokenizer.get_added_vocab().items() if _TILE.search(token)}
+        media |= {int(index) for token, index in tokenizer.get_added_vocab().items() if _TILE.search(token)}
     elif takes_conversations(processor):
         special = tokenizer.tokenizer.instruct_tokenizer.audio_encoder.special_ids
         ids |= {special.audio, special.begin_audio}
-    return replace(markers, media=markers.media | found | {int(index) for index in ids if isinstance(index, int)})
+    return replace(markers, media=markers.media | media | {int(index) for index in ids if isinstance(index, int)})
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class MediaEncoder:
         Raises:
             ValueError: If a medium cannot be opened, or the template or the processor refuses the conversation.
         """
-        media = [self.reader.open(one, name) for one, name in named_media(conversation.get("media", ()), where)]
+        media = [self.reader.open(medium, name) for medium, name in named_media(conversation.get("media", ()), where)]
         rendered = self.render(conversation, media)
         made = self.process(rendered, media, where)
         ids = made.pop("input_ids")[0].numpy().astype(np.int32)
@@ -128,24 +128,24 @@ class MediaEncoder:
             MalformedRow: If the processor refuses the text or the media.
         """
         kind = type(self.processor).__name__
-        if kind in _ONE_OF_TWO and {"image", "video"} <= {each for each, _ in media}:
+        if kind in _ONE_OF_TWO and {"image", "video"} <= {medium_kind for medium_kind, _ in media}:
             raise MalformedRow(f"{where} has an image and a video, of which {kind} keeps one. Divide the row.")
         if rendered.ids is not None:
             made = {"input_ids": torch.tensor([rendered.ids])}
             if media:
-                turn = {"role": "user", "content": [self.reader.audio_part(one) for _, one in media]}
+                turn = {"role": "user", "content": [self.reader.audio_part(audio) for _, audio in media]}
                 made["input_features"] = self.processor.apply_chat_template([turn])["input_features"]
             return made
-        given = self.reader.arguments(media) | {"add_special_tokens": False}
+        arguments = self.reader.arguments(media) | {"add_special_tokens": False}
         if rendered.sanitized:
             if not hasattr(processing_utils, "_UNMARKED"):  # It came with the version that tells marked tokens apart.
                 raise MalformedRow(
                     f"{where}: transformers {__version__} cannot keep control tokens in messages as text beside media. "
                     'Run `pip install -U "transformers>=5.23"`, or take them out of the messages.'
                 )
-            given["sanitize_control_tokens"] = True
+            arguments["sanitize_control_tokens"] = True
         try:
-            return self.processor(text=[rendered.text], return_tensors="pt", **given)
+            return self.processor(text=[rendered.text], return_tensors="pt", **arguments)
         except _REFUSALS as error:
             if "char_to_token" in str(error):
                 raise MalformedRow(
@@ -153,10 +153,11 @@ class MediaEncoder:
                     "images. Take them out of the messages, or the images out of the row."
                 ) from error
             reason = str(error).rstrip(".")
-            counts = Counter(each for each, _ in media)
-            said = ", ".join(count_media(number, each) for each, number in counts.items()) or "no media"
+            counts = Counter(medium_kind for medium_kind, _ in media)
+            counted = ", ".join(count_media(number, medium_kind) for medium_kind, number in counts.items())
             raise MalformedRow(
-                f"{where}: the processor refuses {said} and this text: {reason}. Give one medium for each placeholder."
+                f"{where}: the processor refuses {counted or 'no media'} and this text: {reason}. Give one medium for "
+                "each placeholder."
             ) from error
 
     def finish(
@@ -173,7 +174,7 @@ class MediaEncoder:
         Raises:
             ValueError: If message weights cannot be assigned to turns.
         """
-        kinds = tuple(one.kind for one in conversation.get("media", ()))
+        kinds = tuple(medium.kind for medium in conversation.get("media", ()))
         places = np.flatnonzero(np.isin(ids, list(self.chat.markers.media)))
         (masked,) = self.chat.mask([conversation], [rendered], [ids])
         if isinstance(masked, UntrainableError):
@@ -227,9 +228,9 @@ class MediaRows(Sequence[Encoded]):
         self.encoder = encoder
         self.name = name
         media = list(encoder.chat.markers.media)
-        self.lengths = np.array([len(one) for one in measured], dtype=np.int64)
-        self.num_media = np.array([np.isin(one.input_ids, media).sum() for one in measured], dtype=np.int64)
-        self.is_weighted = any(one.weights is not None for one in measured)
+        self.lengths = np.array([len(example) for example in measured], dtype=np.int64)
+        self.num_media = np.array([np.isin(example.input_ids, media).sum() for example in measured], dtype=np.int64)
+        self.is_weighted = any(example.weights is not None for example in measured)
         self.kinds = {kind: row for row in reversed(range(len(measured))) for kind in measured[row].media}
 
     def __len__(self) -> int:
@@ -257,12 +258,12 @@ class MediaRows(Sequence[Encoded]):
     def thumbnails(self, index: int) -> tuple[str, ...]:
         """Return small versions of a row's images and first video frames as `data:` URLs; skip unreadable files."""
         urls = []
-        for one in self.rows[index].get("media", ()):
+        for medium in self.rows[index].get("media", ()):
             with contextlib.suppress(MalformedRow):
-                source: Any = one.source
-                if one.kind == "audio":
+                source: Any = medium.source
+                if medium.kind == "audio":
                     continue
-                if one.kind == "image":
+                if medium.kind == "image":
                     image = open_image(source, self.name)
                 else:
                     image = Image.fromarray(open_frames(source, [0], self.name)[0])
@@ -298,9 +299,9 @@ def media_rows(rows: Sequence[Conversation], encoder: MediaEncoder, name: str) -
                 rank_zero_warn(f"{result} It is left out, and others like it.")
             yield result
 
-    kept, report = collect(results(), rows, encoder.chat, name)
+    examples, report = collect(results(), rows, encoder.chat, name)
     selected: Any = rows.select(places) if hasattr(rows, "select") else [rows[index] for index in places]
-    return MediaRows(selected, encoder, name, kept), report
+    return MediaRows(selected, encoder, name, examples), report
 
 
 class MediaMeasure:
@@ -336,7 +337,7 @@ class MediaMeasure:
         """
         media = named_media(conversation.get("media", ()), where)
         try:
-            sizes = [(one.kind, self.encoder.reader.size(one, name)) for one, name in media]
+            sizes = [(medium.kind, self.encoder.reader.size(medium, name)) for medium, name in media]
         except MalformedRow as error:
             return UntrainableError(PROCESSOR, str(error))
         whole = takes_conversations(self.encoder.processor)
@@ -373,20 +374,20 @@ class MediaMeasure:
         ids = np.asarray(self.encoder.chat.renderer.encode([rendered])[0], dtype=np.int32)
         inserted: dict[int, NDArray[np.int32]] = {}
         for kind in {kind for kind, _ in sizes}:
-            own = [size for other, size in sizes if other == kind]
+            sizes_of_kind = [size for other, size in sizes if other == kind]
             for text, token in self._placeholders[kind].items():
                 places = np.flatnonzero(ids == token)
-                if len(places) == len(own):
-                    expansions = [self._expansion(kind, text, size) for size in own]
+                if len(places) == len(sizes_of_kind):
+                    expansions = [self._expansion(kind, text, size) for size in sizes_of_kind]
                     inserted |= zip(places.tolist(), expansions, strict=True)
                     break
             else:
                 return None
         # Each piece but the first begins with a placeholder, which the media tokens replace.
         places = np.array(sorted(inserted), dtype=np.int64)
-        before, *after = np.split(ids, places)
+        head, *after = np.split(ids, places)
         return np.concatenate(
-            [before, *chain.from_iterable((inserted[p], piece[1:]) for p, piece in zip(places, after, strict=True))]
+            [head, *chain.from_iterable((inserted[p], piece[1:]) for p, piece in zip(places, after, strict=True))]
         )
 
     def _expansion(self, kind: MediaKind, text: str, size: Any) -> NDArray[np.int32]:

@@ -58,7 +58,6 @@ def pack(
     *,
     alone: NDArray[np.bool_] | None = None,
     seed: int = 0,
-    epoch: int = 0,
     window: int = DEFAULT_WINDOW,
 ) -> Blocks:
     """Pack examples into blocks of at most `max_length` tokens.
@@ -72,7 +71,6 @@ def pack(
         alone: True for each example that gets an unpacked block, such as one with images, of shape [examples]. None
             packs all examples.
         seed: Seed of the shuffle.
-        epoch: Number of the epoch, which also seeds the shuffle.
         window: Number of examples that are packed together.
 
     Raises:
@@ -88,7 +86,7 @@ def pack(
             f"rows of max_length={max_length}. "
             "Truncate examples before they are packed, and leave out empty ones."
         )
-    order = np.random.default_rng([seed, epoch]).permutation(np.flatnonzero(~alone))
+    order = np.random.default_rng([seed, 0]).permutation(np.flatnonzero(~alone))
     parts: list[NDArray[np.int64]] = []
     counts: list[int] = []
     for start in range(0, len(order), window):

@@ -42,17 +42,17 @@ def page(shown: Sequence[PreviewedConversation], reports: Sequence[DatasetReport
     )
 
 
-def _article(one: PreviewedConversation) -> str:
-    body = "".join(map(_span, one.pieces))
+def _article(shown: PreviewedConversation) -> str:
+    body = "".join(map(_span, shown.pieces))
     return (
-        f"<article><h2>{escape(one.title)} <small>{one.num_trained} of {one.num_tokens} tokens trained "
-        f'({one.share:.0%})</small></h2><div class="bar"><i style="width:{100 * one.share:.1f}%"></i></div>'
-        f"{_images(one)}<pre>{body}</pre></article>"
+        f"<article><h2>{escape(shown.title)} <small>{shown.num_trained} of {shown.num_tokens} tokens trained "
+        f'({shown.share:.0%})</small></h2><div class="bar"><i style="width:{100 * shown.share:.1f}%"></i></div>'
+        f"{_images(shown)}<pre>{body}</pre></article>"
     )
 
 
-def _images(one: PreviewedConversation) -> str:
-    images = "".join(f'<img src="{escape(url)}" alt="image {n}">' for n, url in enumerate(one.thumbnails, 1))
+def _images(shown: PreviewedConversation) -> str:
+    images = "".join(f'<img src="{escape(url)}" alt="image {n}">' for n, url in enumerate(shown.thumbnails, 1))
     return f"<p>{images}</p>" if images else ""
 
 
@@ -97,8 +97,8 @@ def _notes(reports: Sequence[DatasetReport]) -> str:
         dropped = (
             f"<details><summary>Dropped: {report.num_dropped:,}</summary><ul>{listed}</ul></details>" if rows else ""
         )
-        said = escape(report.remarks() + " " + report.knobs)
-        parts.append(f"<p><b>{escape(report.name)}</b>:{said}</p>{dropped}")
+        remarks = escape(report.remarks() + " " + report.knobs)
+        parts.append(f"<p><b>{escape(report.name)}</b>:{remarks}</p>{dropped}")
     return "\n".join(parts)
 
 
@@ -168,16 +168,16 @@ def show(
     """
     kinds: tuple[Kind, ...] = ("text", "marker", "media")
     pieces = []
-    begin, before = 0, ""
+    begin, decoded = 0, ""
     for (kind, is_trained), run in groupby(zip(special.tolist(), trained.tolist(), strict=True)):
         end = begin + len(list(run))
         # Decode from the first token on: a tokenizer may drop a space at the beginning of a decoded text.
         after = tokenizer.decode(ids[:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text = after[len(before) :]
+        text = after[len(decoded) :]
         if kinds[kind] == "media":
             text = _media(tokenizer, ids[begin:end])
         pieces.append(TokenSpan(text, bool(is_trained), kinds[kind]))
-        begin, before = end, after
+        begin, decoded = end, after
     return PreviewedConversation(title, tuple(pieces), len(ids), int(trained.sum()))
 
 
@@ -217,15 +217,15 @@ class _Conversation:
     shown: PreviewedConversation
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        body, one = Text(), self.shown
+        body, shown = Text(), self.shown
         has_colours = _has_colours(console)
-        for is_trained, run in groupby(one.pieces, key=lambda piece: piece.trained):
+        for is_trained, run in groupby(shown.pieces, key=lambda piece: piece.trained):
             marked = is_trained and not has_colours
             body.append(_OPENING if marked else "")
             for piece in run:
                 body.append(visible(piece), _STYLES[piece.kind, piece.trained] if has_colours else "")
             body.append(_CLOSING if marked else "")
-        title = f"{one.num_trained} of {one.num_tokens} tokens trained ({one.share:.0%}): {one.title}"
+        title = f"{shown.num_trained} of {shown.num_tokens} tokens trained ({shown.share:.0%}): {shown.title}"
         yield Panel(body, title=Text(title), title_align="left")
 
 

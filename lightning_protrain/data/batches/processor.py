@@ -78,15 +78,15 @@ def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
     made = _build(name, flat)
     # transformers also passed the settings to the tokenizer. Remove them there, except settings that the processor's
     # class has defaults for: in a call, a setting of the tokenizer takes precedence over such a default.
-    tokenizers = [getattr(getattr(each, "tokenizer", None), "init_kwargs", {}) for each in (processor, made)]
+    tokenizers = [getattr(getattr(holder, "tokenizer", None), "init_kwargs", {}) for holder in (processor, made)]
     for key in flat.keys() - tokenizers[0].keys() - {key for group in PARTS for key in _defaults(made, group)}:
         tokenizers[1].pop(key, None)
     for group, part in _parts(made):
-        own = dict(options.get(group, {}))
+        settings = dict(options.get(group, {}))
         if not hasattr(type(part), "valid_kwargs"):  # `from_pretrained` sets only settings that the files contain.
-            own = {**{key: flat[key] for key in flat.keys() & _taken(part)}, **own}
-        if own:
-            setattr(made, PARTS[group], type(part).from_dict(part.to_dict(), **own))
+            settings = {**{key: flat[key] for key in flat.keys() & _taken(part)}, **settings}
+        if settings:
+            setattr(made, PARTS[group], type(part).from_dict(part.to_dict(), **settings))
     return made
 
 
@@ -138,8 +138,8 @@ def _build(name: str, options: Mapping[str, Any]) -> Any:
         except ImportError as error:
             raise ValueError(f"The processor of {name!r} cannot be built: {missing_package(error)}") from error
         except (ValueError, TypeError, KeyError) as error:
-            given = f" with processor_kwargs={dict(options)}" if options else ""
-            raise ValueError(f"{name!r} has no processor for media{given}: {' '.join(str(error).split())}") from error
+            also = f" with processor_kwargs={dict(options)}" if options else ""
+            raise ValueError(f"{name!r} has no processor for media{also}: {' '.join(str(error).split())}") from error
 
 
 def _parts(processor: Any) -> Iterator[tuple[str, Any]]:
@@ -152,8 +152,8 @@ def _parts(processor: Any) -> Iterator[tuple[str, Any]]:
 
 def _defaults(processor: Any, group: str) -> Mapping[str, Any]:
     """Return the defaults in a processor's class that override a part's settings in every call."""
-    found: Mapping[str, Any] = getattr(type(processor), group, {})
-    return found
+    defaults: Mapping[str, Any] = getattr(type(processor), group, {})
+    return defaults
 
 
 def _taken(part: Any) -> set[str]:
@@ -171,7 +171,11 @@ def _taken(part: Any) -> set[str]:
 def _own(processor: Any) -> dict[str, Any]:
     """Return the settings of a processor that do not belong to a part, with their defaults."""
     named = inspect.signature(type(processor).__init__).parameters.values()
-    plain = {one.name: one.default for one in named if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    plain = {
+        parameter.name: parameter.default
+        for parameter in named
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
     others = {"self", "audio_tokenizer", *processor.get_attributes(), *_RESERVED}
     return {key: default for key, default in plain.items() if key not in others}
 
@@ -184,15 +188,15 @@ def _check_options(processor: Any, flat: Mapping[str, Any], options: Mapping[str
         flat: Settings outside of the keys in `PARTS`.
         options: All settings.
     """
-    kind, own = type(processor).__name__, _own(processor)
+    kind, own_settings = type(processor).__name__, _own(processor)
     parts = dict(_parts(processor))
     taken = {group: _taken(part) for group, part in parts.items()}
-    everything = {*own, *chain.from_iterable(taken.values())}
+    everything = {*own_settings, *chain.from_iterable(taken.values())}
     for key, value in flat.items():
         takers = [group for group in parts if key in taken[group]]
-        if not takers and key not in own:
+        if not takers and key not in own_settings:
             raise ValueError(_unknown(key, kind, everything))
-        default = own.get(key)
+        default = own_settings.get(key)
         if default not in (None, inspect.Parameter.empty) and not isinstance(value, type(default)):
             expected = type(default).__name__
             raise ValueError(f"processor_kwargs: {key}={value!r} is refused by {kind}: expected {expected}.")

@@ -139,7 +139,8 @@ def day_of_checkpoint() -> str | None:
         return None
     states = content.values() if isinstance(content, dict) else ()
     return next(
-        (each["chat_format"].get("day") for each in states if isinstance(each, dict) and "chat_format" in each), None
+        (state["chat_format"].get("day") for state in states if isinstance(state, dict) and "chat_format" in state),
+        None,
     )
 
 

@@ -71,7 +71,7 @@ def features(conversation: Conversation, sanitized: bool = False, quiet: bool = 
         yield DEVELOPER
     if roles.count("assistant") > 1:
         yield SEVERAL
-    if any(one == other != "tool" for one, other in pairwise(roles)):
+    if any(role == other != "tool" for role, other in pairwise(roles)):
         yield JOINED
     if conversation.get("tools"):
         yield TOOLS
@@ -89,16 +89,16 @@ def features(conversation: Conversation, sanitized: bool = False, quiet: bool = 
 
 def unproven_feature(conversation: Conversation, unproven: Collection[str], sanitized: bool, quiet: bool) -> str | None:
     """Return the first feature of a conversation that is in `unproven`; None if there is none."""
-    return next((one for one in features(conversation, sanitized, quiet) if one in unproven), None)
+    return next((feature for feature in features(conversation, sanitized, quiet) if feature in unproven), None)
 
 
 def thoughts(message: Message) -> list[str]:
     """Return the reasoning of a message and the text in its <think> tags, with whitespace normalized."""
-    found = [message["reasoning_content"]] if "reasoning_content" in message else []
+    texts = [message["reasoning_content"]] if "reasoning_content" in message else []
     text = text_of(message)
     if "</think>" in text:
-        found += _THOUGHT.findall(text)
-    return [one for one in (" ".join(thought.split()) for thought in found) if one]
+        texts += _THOUGHT.findall(text)
+    return [line for line in (" ".join(thought.split()) for thought in texts) if line]
 
 
 def num_unwritten(messages: Sequence[Message], text: str) -> int:
@@ -108,11 +108,11 @@ def num_unwritten(messages: Sequence[Message], text: str) -> int:
         messages: Messages of a conversation.
         text: Rendered text of the conversation.
     """
-    said = [thoughts(message) for message in messages]
-    if not any(said):
+    thoughts_of = [thoughts(message) for message in messages]
+    if not any(thoughts_of):
         return 0
     written = " ".join(text.split())
-    return sum(any(thought not in written for thought in one) for one in said)
+    return sum(any(thought not in written for thought in of_message) for of_message in thoughts_of)
 
 
 def text_said(message: Message) -> str:
@@ -227,11 +227,11 @@ def is_exact(messages: Sequence[Message], turns: Sequence[str], ends: Sequence[s
     if len(messages) != len(turns) or not known.issuperset(map(_line, ends)):
         return False
     for message, turn in zip(messages, map(_line, turns), strict=True):
-        said = _line(text_of(message))
-        if not said or {"tool_calls", "reasoning_content"} & message.keys() or has_tags(said):
+        text = _line(text_of(message))
+        if not text or {"tool_calls", "reasoning_content"} & message.keys() or has_tags(text):
             return False
-        before = turn.removesuffix(said).rstrip()
-        if not turn.endswith(said) or not any(marker.endswith(before) for marker in known):
+        lead = turn.removesuffix(text).rstrip()
+        if not turn.endswith(text) or not any(marker.endswith(lead) for marker in known):
             return False
     return True
 
@@ -253,9 +253,9 @@ def check_end(turn: str, messages: Sequence[Message], others: Sequence[Message])
         for spelling in sorted(_spellings(part), key=len, reverse=True):
             times = min(number, rest.count(spelling))
             rest, number = rest.replace(spelling, "\0", times), number - times
-    _, found, rest = rest.rpartition("\0")
+    _, mark, rest = rest.rpartition("\0")
     words = re.search(r"\w", _ANY_TAG.sub("", rest))
-    if not found or words or any(text in rest for text in map(_line, map(text_of, others)) if text):
+    if not mark or words or any(text in rest for text in map(_line, map(text_of, others)) if text):
         raise UntrainableError(NO_END, f"it ends with {turn[-80:]!r}, which is more than its message says")
 
 
@@ -304,11 +304,11 @@ def check_turns(
     contents = [_line(text_of(message).rpartition("</think>")[2]) for message in messages]
     _check_calls(calls, (), together)
     one_by_one = turns if num_turns == len(messages) else [together] * len(messages)
-    for message, said, found in zip(messages, contents, one_by_one, strict=True):
-        expected = 1 if num_turns == len(messages) else sum(other.count(said) for other in contents if said)
-        if said and found.count(said) < expected:
+    for message, content, spoken in zip(messages, contents, one_by_one, strict=True):
+        expected = 1 if num_turns == len(messages) else sum(other.count(content) for other in contents if content)
+        if content and spoken.count(content) < expected:
             reason = NO_TEXT if "tool_calls" in message else NOT_PROVEN
-            raise UntrainableError(reason, f"found {found!r} where the message is {said!r}")
+            raise UntrainableError(reason, f"found {spoken!r} where the message is {content!r}")
     _check_calls(calls, contents, together)
 
 
@@ -324,11 +324,13 @@ def _check_calls(calls: Sequence[Mapping[str, Any]], contents: Sequence[str], to
         UntrainableError: If a name or argument occurs less often in the turns than in calls and contents together.
     """
     functions = [call["function"] for call in calls]
-    texts = {text: one["name"] for one in functions for text in (one["name"], *_leaves(one["arguments"]))}
-    parts = (_line(text) for one in functions for text in (one["name"], *_leaves(one["arguments"])))
-    said = "\0".join((*contents, *parts))
+    texts = {
+        text: function["name"] for function in functions for text in (function["name"], *_leaves(function["arguments"]))
+    }
+    parts = (_line(text) for function in functions for text in (function["name"], *_leaves(function["arguments"])))
+    written = "\0".join((*contents, *parts))
     for text, name in texts.items():
-        expected = said.count(_line(text))
+        expected = written.count(_line(text))
         if sum(map(together.count, _spellings(text))) >= expected:
             continue
         what = "is called" if text == name else f"is an argument of {name!r}"
@@ -355,8 +357,8 @@ def _leaves(value: Any) -> Iterator[str]:
 def _spellings(text: str) -> set[str]:
     """Return the forms in which templates may write a text: plain, JSON-encoded once or twice, or as `repr`."""
     once = {json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)}
-    found = {text, repr(text)[1:-1], *once, *(json.dumps(one)[1:-1] for one in once)}
-    return set(map(_line, found)) | ({text.capitalize()} if text in ("true", "false") else set())
+    spellings = {text, repr(text)[1:-1], *once, *(json.dumps(encoded)[1:-1] for encoded in once)}
+    return set(map(_line, spellings)) | ({text.capitalize()} if text in ("true", "false") else set())
 
 
 def _line(text: str) -> str:
@@ -397,9 +399,9 @@ def check_leaks(
 
 def _exceeds(trained: str, conversation: Conversation, roles: Sequence[str], texts: Collection[str]) -> bool:
     """Return True if a text is trained more often than the trained roles say it."""
-    said = " ".join(text_said(message) for message in conversation["messages"] if message["role"] in roles)
-    kept = _line(trained)
-    return any(kept.count(text) > said.count(text) for text in texts)
+    spoken = " ".join(text_said(message) for message in conversation["messages"] if message["role"] in roles)
+    trained_line = _line(trained)
+    return any(trained_line.count(text) > spoken.count(text) for text in texts)
 
 
 def check_trained(
@@ -418,25 +420,29 @@ def check_trained(
         UntrainableError: If text of another role is trained; or if, with `quiet`, reasoning is trained or an answer is
             not.
     """
-    kept = " ".join(trained.split())
-    own = [message for message in conversation["messages"] if message["role"] in roles]
-    said = " ".join(map(text_said, own))
+    trained_line = " ".join(trained.split())
+    messages = [message for message in conversation["messages"] if message["role"] in roles]
+    spoken = " ".join(map(text_said, messages))
     for message in conversation["messages"]:
         text = " ".join(text_of(message).split())
-        if message["role"] not in roles and len(text) >= _TELLING and kept.count(text) > said.count(text):
+        if message["role"] not in roles and len(text) >= _TELLING and trained_line.count(text) > spoken.count(text):
             raise UntrainableError(LEAKED, f"{message['role']!r} says {text[:80]!r}")
     if not quiet:
         return
-    if has_tags(kept):
-        raise UntrainableError(THINKS, f"{kept[:200]!r} has a tag of reasoning; train_thinking is false")
-    parts = [" ".join(text_of(message).rpartition("</think>")[2].split()) for message in own]
+    if has_tags(trained_line):
+        raise UntrainableError(THINKS, f"{trained_line[:200]!r} has a tag of reasoning; train_thinking is false")
+    parts = [" ".join(text_of(message).rpartition("</think>")[2].split()) for message in messages]
     for part in parts if whole else ():
-        if part not in kept:
-            raise UntrainableError(THINKS, f"found {kept!r} where the answer is {part!r}; train_thinking is false")
+        if part not in trained_line:
+            raise UntrainableError(
+                THINKS, f"found {trained_line!r} where the answer is {part!r}; train_thinking is false"
+            )
     calls = [
-        text_said({"role": "", "content": "", "tool_calls": one["tool_calls"]}) for one in own if "tool_calls" in one
+        text_said({"role": "", "content": "", "tool_calls": message["tool_calls"]})
+        for message in messages
+        if "tool_calls" in message
     ]
     answers = " ".join((*parts, *calls))
-    for thought in (thought for message in own for thought in thoughts(message)):
-        if kept.count(thought) > answers.count(thought):
+    for thought in (thought for message in messages for thought in thoughts(message)):
+        if trained_line.count(thought) > answers.count(thought):
             raise UntrainableError(THINKS, f"{thought[:80]!r} would be trained; train_thinking is false")

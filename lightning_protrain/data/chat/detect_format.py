@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from itertools import takewhile
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 from lightning_protrain.data.chat.check_turns import THOUGHT_TAGS, THOUGHT_WORD
 from lightning_protrain.data.chat.known_formats import FAMILIES, family_called
-from lightning_protrain.data.chat.markers import ExclusionMarkers, Markers, resolve, resolve_exclusions
+from lightning_protrain.data.chat.markers import Markers, resolve
 from lightning_protrain.data.chat.mask import ASSISTANT
-from lightning_protrain.data.chat.verify_format import (
-    MAIN,
-    ONE,
-    THINKING,
-    Messages,
-    Render,
-    TemplateRender,
-    VerificationError,
-    as_parts,
-    verify_family,
-)
+from lightning_protrain.data.chat.render import Messages, Render
+from lightning_protrain.data.chat.verify_format import MAIN, ONE, THINKING, VerificationError, verify_family
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
 EMPTY_THOUGHTS = (
@@ -81,65 +73,35 @@ def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Marke
 
 def _written(vocabulary: Vocabulary, render: Render) -> Iterator[tuple[str, str]]:
     """Yield the tags that the template writes before and after reasoning, if it writes tags."""
-    thought = str(THINKING.messages[-1]["reasoning_content"])
-    for probe in (THINKING, as_parts(THINKING)):
-        try:
-            text = vocabulary.text(render(probe.messages))
-        except ValueError:
-            continue
-        before, found, behind = text.rpartition(thought)
-        opening, closing = _TAG_BEFORE.search(before), _TAG_BEHIND.match(behind)
-        if found and opening and closing:
-            yield opening[1], closing[1]
-            return
+    thought = THINKING.messages[-1]["reasoning_content"]
+    try:
+        text = vocabulary.text(render(THINKING.messages))
+    except ValueError:
+        return
+    head, written, behind = text.rpartition(thought)
+    opening, closing = _TAG_BEFORE.search(head), _TAG_BEHIND.match(behind)
+    if written and opening and closing:
+        yield opening[1], closing[1]
 
 
 def _with(markers: Markers, vocabulary: Vocabulary, exclusions: Iterable[Exclusion]) -> Markers:
     known = set(markers.exclusions)
     family = Family(markers.family, (), tuple(exclusions))
-    added: list[ExclusionMarkers] = [one for one in resolve_exclusions(family, vocabulary) if one not in known]
+    added = [part for part in resolve(family, vocabulary).exclusions if part not in known]
     return replace(markers, exclusions=(*markers.exclusions, *added))
 
 
 _SHOWN = 1500
 
 
-def find_family(
-    tokenizer: PreTrainedTokenizerBase, name: str | None = None, render: Render | None = None
-) -> tuple[Family, Markers]:
-    """Return the chat format of a tokenizer and its markers; both are verified with the chat template.
-
-    Args:
-        tokenizer: A fast tokenizer with a chat template, or a tokenizer of mistral-common.
-        name: Name of a chat format, or of a model that uses it. None tries all known formats whose markers the template
-            writes, and then a format inferred from the template. The format with the fewest failed features wins.
-        render: Renders messages; None means the tokenizer's chat template.
-
-    Raises:
-        ValueError: If the name is unknown; if the tokenizer is slow, or lacks its vocabulary or a chat template; or if
-            no chat format fits the template.
-    """
-    family = None if name is None else family_named(name)
-    vocabulary = Vocabulary(tokenizer)
-    if render is None:
-        check_template(tokenizer, None)
-        render = TemplateRender(tokenizer)
-    if family is not None:
-        family = with_prompt(family, render, vocabulary)
-        markers = resolve(family, vocabulary)
-        verify_family(render, vocabulary, markers)
-        return family, markers
-    return _recognise(vocabulary, render)
-
-
-def check_template(tokenizer: PreTrainedTokenizerBase, given: str | None) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
     """Raise ValueError if there is no chat template.
 
     Args:
         tokenizer: The tokenizer; a tokenizer of mistral-common needs no template.
-        given: Template that replaces the tokenizer's; None if the user gave none.
+        template: Template that replaces the tokenizer's; None if the user gave none.
     """
-    if not given and getattr(tokenizer, "backend_tokenizer", None) is not None and not tokenizer.chat_template:
+    if not template and getattr(tokenizer, "backend_tokenizer", None) is not None and not tokenizer.chat_template:
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         raise ValueError(
             f"The tokenizer {name!r} has no chat template, so nothing says how a chat is written. Give "
@@ -165,7 +127,19 @@ def family_named(name: str) -> Family:
     )
 
 
-def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]:
+def find_family(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]:
+    """Return the chat format of a tokenizer and its markers, verified with the chat template.
+
+    Known formats whose markers the template writes are tried, and then a format inferred from the template. The format
+    with the fewest failed features wins.
+
+    Args:
+        vocabulary: Vocabulary of the tokenizer.
+        render: Renders messages.
+
+    Raises:
+        ValueError: If no chat format fits the template.
+    """
     text = _rendered(vocabulary, render)
     reasons: list[str] = []
     best: tuple[int, Family, Markers] | None = None
@@ -173,7 +147,10 @@ def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]
         ("derived from the template", partial(infer_family, render, vocabulary)),
         ("derived without its generation prompt", partial(infer_family, render, vocabulary, by_prompt=False)),
     ]
-    for name, make in (*_named(text, vocabulary), *derived):
+    named: list[tuple[str, Callable[[], Family]]] = [
+        (family.name, partial(replace, family)) for family in _candidates(text, vocabulary)
+    ]
+    for name, make in (*named, *derived):
         if best is not None and (name, make) == derived[1]:
             break
         try:
@@ -199,14 +176,9 @@ def _recognise(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers]
     )
 
 
-def _named(text: str, vocabulary: Vocabulary) -> Iterator[tuple[str, Callable[[], Family]]]:
-    for family in _candidates(text, vocabulary):
-        yield family.name, partial(replace, family)
-
-
 def _rendered(vocabulary: Vocabulary, render: Render) -> str:
     refusal: ValueError | None = None
-    for probe in (MAIN, as_parts(MAIN), ONE, as_parts(ONE)):
+    for probe in (MAIN, ONE):
         try:
             text = vocabulary.text(render(probe.messages))
         except ValueError as error:
@@ -245,7 +217,8 @@ def _known(family: Family, vocabulary: Vocabulary) -> int:
 
 _THOUGHT_TAG = re.compile(r"</?[^<>]*(?:think|thought|reason)[^<>]*>|\[/?THINK\]", re.IGNORECASE)
 _FIRST, _ANSWER, _SECOND, _FINAL = "walnut", "maple", "poplar", "hazel"
-_CHAT = (("user", _FIRST), ("assistant", _ANSWER), ("user", _SECOND), ("assistant", _FINAL))
+_WORDS = (_FIRST, _ANSWER, _SECOND, _FINAL)
+_MESSAGES = [{"role": "assistant" if at % 2 else "user", "content": word} for at, word in enumerate(_WORDS)]
 
 
 def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True) -> Family:
@@ -260,11 +233,10 @@ def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True)
     Raises:
         ValueError: If the template does not write a text that identifies the begin of an answer.
     """
-    for parts in (False, True):
-        sample = _sample(render, vocabulary, parts)
-        if sample is not None:
-            return _family(sample, vocabulary, by_prompt)
-    raise ValueError("the template does not write two turns of user and assistant in order")
+    sample = _sample(render, vocabulary)
+    if sample is None:
+        raise ValueError("the template does not write two turns of user and assistant in order")
+    return _family(sample, vocabulary, by_prompt)
 
 
 def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
@@ -274,15 +246,12 @@ def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
         render: Renders messages.
         vocabulary: Vocabulary of the tokenizer.
     """
-    for parts in (False, True):
-        sample = _sample(render, vocabulary, parts)
-        if sample is not None:
-            try:
-                _, leads = _assistant_start(sample, vocabulary)
-            except ValueError:
-                continue
-            return tuple(dict.fromkeys(lead for lead in leads if THOUGHT_WORD.search(lead)))
-    return ()
+    sample = _sample(render, vocabulary)
+    try:
+        leads = [] if sample is None else _assistant_start(sample, vocabulary)[1]
+    except ValueError:
+        leads = []
+    return tuple(dict.fromkeys(lead for lead in leads if THOUGHT_WORD.search(lead)))
 
 
 def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Family:
@@ -321,23 +290,14 @@ def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Famil
 
 def _prompt(render: Render, vocabulary: Vocabulary) -> str:
     """Return the text that a template writes after a user's message, including the generation prompt."""
-    for parts in (False, True):
-        try:
-            text = vocabulary.text(render(_messages(parts)[:1], add_generation_prompt=True))
-        except ValueError:
-            continue
-        if _FIRST in text:
-            return text.rpartition(_FIRST)[2]
-    return ""
+    try:
+        return vocabulary.text(render(_MESSAGES[:1], add_generation_prompt=True)).rpartition(_FIRST)[2]
+    except ValueError:
+        return ""
 
 
-def _messages(as_parts: bool) -> list[dict[str, Any]]:
-    return [{"role": role, "content": [{"type": "text", "text": word}] if as_parts else word} for role, word in _CHAT]
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """The text that a template writes around the four messages of `_CHAT`.
+class _Sample(NamedTuple):
+    """The text that a template writes around the four messages of `_MESSAGES`.
 
     Attributes:
         head: Text before the user's first message.
@@ -358,20 +318,16 @@ class _Sample:
     prompt: str
 
 
-def _sample(render: Render, vocabulary: Vocabulary, as_parts: bool) -> _Sample | None:
-    messages = _messages(as_parts)
-
-    def text(some: Messages, prompt: bool = False) -> str:
-        return vocabulary.text(render(some, add_generation_prompt=prompt))
+def _sample(render: Render, vocabulary: Vocabulary) -> _Sample | None:
+    def text(messages: Messages, prompt: bool = False) -> str:
+        return vocabulary.text(render(messages, add_generation_prompt=prompt))
 
     try:
-        whole = text(messages)
-        parts = re.split("|".join(word for _, word in _CHAT), whole)
-        if len(parts) != len(_CHAT) + 1:
-            return None
-        alone = text(messages[:1]).rpartition(_FIRST)[2]
-        prompted = text(messages[:1], True).rpartition(_FIRST)[2]
+        parts = re.split("|".join(_WORDS), text(_MESSAGES))
+        alone, prompted = (text(_MESSAGES[:1], prompt).rpartition(_FIRST)[2] for prompt in (False, True))
     except ValueError:
+        return None
+    if len(parts) != len(_WORDS) + 1:
         return None
     head, answer, between, final, tail = parts
     return _Sample(head, answer, between, final, tail, alone, prompted)
@@ -439,21 +395,21 @@ def _assistant_end(sample: _Sample, vocabulary: Vocabulary, start: str) -> tuple
 
 
 def _first_token(text: str, vocabulary: Vocabulary) -> str:
-    """Return the control token at the beginning of a text, or an empty string."""
-    found = [token for token in vocabulary.added if token.strip() and text.lstrip().startswith(token)]
-    return max(found, key=len, default="")
+    """Return the longest control token at the beginning of a text, or an empty string."""
+    tokens = [token for token in vocabulary.added if token.strip() and text.lstrip().startswith(token)]
+    return max(tokens, key=len, default="")
 
 
 def _adjacent_tokens(text: str, vocabulary: Vocabulary) -> list[str]:
     """Return the consecutive control tokens at the beginning of a text, up to the end-of-sequence token."""
-    found: list[str] = []
+    tokens: list[str] = []
     text = text.lstrip()
-    while token := max((one for one in vocabulary.added if one.strip() and text.startswith(one)), key=len, default=""):
-        found.append(token)
+    while not text[:1].isspace() and (token := _first_token(text, vocabulary)):
+        tokens.append(token)
         text = text[len(token) :]
         if token == vocabulary.eos:
             break
-    return found
+    return tokens
 
 
 def _whole_end(text: str, vocabulary: Vocabulary) -> str:
@@ -475,5 +431,6 @@ def _whole_tokens(prefix: str, text: str, vocabulary: Vocabulary) -> str:
 
 def _common(first: str, second: str) -> str:
     """Return the longest common prefix of two texts."""
-    length = next((at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other), None)
-    return first[: min(len(first), len(second)) if length is None else length]
+    return "".join(
+        character for character, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )

@@ -5,38 +5,38 @@ from __future__ import annotations
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 
 _THINK = Exclusion("thinking", "<think>", "</think>")
+_EMPTY_THOUGHTS = (*("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>"),)
 # Empty thoughts that templates write before answers. At inference with thinking disabled, they are in the prompt.
-_TURN_SCAFFOLDS = tuple(
-    Exclusion("scaffold", text)
-    for text in ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>")
-)
+_TURN_SCAFFOLDS = tuple(Exclusion("scaffold", text) for text in _EMPTY_THOUGHTS)
+_EVERYBODY = ("assistant", "user", "system", "developer", "tool")
+
+
+def _alike(start: str, ends: tuple[str | None, ...], *roles: str, **names: str) -> tuple[RoleBoundary, ...]:
+    """Return boundaries whose start markers differ in the name of the role only.
+
+    Args:
+        start: Start marker with `{}` in place of the name.
+        ends: End markers of all roles.
+        roles: The roles.
+        names: Names by role, if they differ from the role.
+    """
+    return tuple(RoleBoundary(role, (start.format(names.get(role, role)),), ends) for role in roles)
+
+
+def _tool(start: str, ends: tuple[str | None, ...], *names: str) -> RoleBoundary:
+    """Return the boundary of tools, which templates call by several names."""
+    return RoleBoundary("tool", tuple(start.format(name) for name in names), ends)
+
+
 _QWEN_MEDIA = (
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|audio_start|>",
-    "<|audio_end|>",
-    "<|audio_pad|>",
-    "<|audio_bos|>",
-    "<|audio_eos|>",
-    "<|AUDIO|>",
-    "<|IMAGE|>",
-    "<|VIDEO|>",
-    "<|vision_bos|>",
-    "<|vision_eos|>",
+    *("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    *("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>", "<|audio_bos|>", "<|audio_eos|>"),
+    *("<|AUDIO|>", "<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"),
 )
+_CHATML_START, _CHATML_END = "<|im_start|>{}\n", ("<|im_end|>",)
 _CHATML_ROLES = (
-    *(
-        RoleBoundary(role, (f"<|im_start|>{role}\n",), ("<|im_end|>",))
-        for role in ("assistant", "user", "system", "developer")
-    ),
-    RoleBoundary(
-        "tool",
-        tuple(f"<|im_start|>{name}\n" for name in ("tool", "function", "environment", "observation", "ipython")),
-        ("<|im_end|>",),
-    ),
+    *_alike(_CHATML_START, _CHATML_END, "assistant", "user", "system", "developer"),
+    _tool(_CHATML_START, _CHATML_END, "tool", "function", "environment", "observation", "ipython"),
 )
 CHATML = Family("chatml", _CHATML_ROLES, (_THINK, *_TURN_SCAFFOLDS))
 QWEN = Family("qwen", _CHATML_ROLES, (_THINK, *_TURN_SCAFFOLDS), _QWEN_MEDIA)
@@ -98,21 +98,10 @@ GLM4 = Family(
         RoleBoundary("system", ("<|system|>\n", "<|system|>")),
         RoleBoundary("tool", ("<|observation|>\n", "<|observation|>")),
     ),
+    (_THINK, *_TURN_SCAFFOLDS, Exclusion("scaffold", "\n<think></think>"), Exclusion("scaffold", "</think>")),
     (
-        _THINK,
-        *_TURN_SCAFFOLDS,
-        Exclusion("scaffold", "\n<think></think>"),
-        Exclusion("scaffold", "</think>"),
-    ),
-    (
-        "<|image|>",
-        "<|video|>",
-        "<|begin_of_image|>",
-        "<|end_of_image|>",
-        "<|begin_of_video|>",
-        "<|end_of_video|>",
-        "<|begin_of_audio|>",
-        "<|end_of_audio|>",
+        *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"),
+        *("<|begin_of_video|>", "<|end_of_video|>", "<|begin_of_audio|>", "<|end_of_audio|>"),
     ),
 )
 
@@ -129,13 +118,7 @@ KIMI = Family(
         *_TURN_SCAFFOLDS,
         *(Exclusion("tool_output", f"<|im_{role}|>", "<|im_middle|>") for role in ("assistant", "user", "system")),
     ),
-    (
-        "<|media_start|>",
-        "<|media_begin|>",
-        "<|media_content|>",
-        "<|media_pad|>",
-        "<|media_end|>",
-    ),
+    ("<|media_start|>", "<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"),
 )
 
 # Reasoning and tool calls are separate turns.
@@ -164,43 +147,19 @@ PADDLEOCR = Family(
 _EASTERN = (CHATML, QWEN, INTERNVL, DEEPSEEK_V2, DEEPSEEK, GLM4, KIMI, SOLAR, PADDLEOCR)
 
 
-_SCAFFOLDS = tuple(Exclusion("scaffold", text) for text in ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n"))
-
 GEMMA = Family(
     "gemma",
-    tuple(
-        RoleBoundary(role, (f"<start_of_turn>{name}\n",), ("<end_of_turn>",))
-        for role, name in (
-            ("assistant", "model"),
-            ("user", "user"),
-            ("system", "system"),
-            ("developer", "developer"),
-            ("tool", "tool"),
-        )
-    ),
+    _alike("<start_of_turn>{}\n", ("<end_of_turn>",), *_EVERYBODY, assistant="model"),
     (Exclusion("tool_output", "<start_function_response>", "<end_function_response>"),),
     (
-        "<start_of_image>",
-        "<image_soft_token>",
-        "<end_of_image>",
-        "<start_of_audio>",
-        "<audio_soft_token>",
-        "<end_of_audio>",
+        *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        *("<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"),
     ),
 )
 # Tool results are within the assistant's turn.
 GEMMA4 = Family(
     "gemma4",
-    tuple(
-        RoleBoundary(role, (f"<|turn>{name}\n",), ("<turn|>",))
-        for role, name in (
-            ("assistant", "model"),
-            ("user", "user"),
-            ("system", "system"),
-            ("developer", "developer"),
-            ("tool", "tool"),
-        )
-    ),
+    _alike("<|turn>{}\n", ("<turn|>",), *_EVERYBODY, assistant="model"),
     (
         Exclusion("tool_output", "<|tool_response>", "<tool_response|>"),
         Exclusion("thinking", "<|channel>", "<channel|>"),
@@ -209,34 +168,22 @@ GEMMA4 = Family(
     ("<|image>", "<|image|>", "<image|>", "<|audio>", "<|audio|>", "<audio|>", "<|video>", "<|video|>", "<video|>"),
 )
 
+_LLAMA3_START, _LLAMA3_ENDS = "<|start_header_id|>{}<|end_header_id|>\n\n", ("<|eot_id|>", "<|eom_id|>")
 LLAMA3 = Family(
     "llama3",
     (
-        *(
-            RoleBoundary(role, (f"<|start_header_id|>{role}<|end_header_id|>\n\n",), ("<|eot_id|>", "<|eom_id|>"))
-            for role in ("assistant", "user", "system", "developer")
-        ),
-        RoleBoundary(
-            "tool",
-            tuple(f"<|start_header_id|>{name}<|end_header_id|>\n\n" for name in ("ipython", "tool", "environment")),
-            ("<|eot_id|>", "<|eom_id|>"),
-        ),
+        *_alike(_LLAMA3_START, _LLAMA3_ENDS, "assistant", "user", "system", "developer"),
+        _tool(_LLAMA3_START, _LLAMA3_ENDS, "ipython", "tool", "environment"),
     ),
-    (_THINK, *_SCAFFOLDS),
+    (_THINK, *_TURN_SCAFFOLDS[:2]),
     ("<|image|>",),
 )
+_LLAMA4_START, _LLAMA4_ENDS = "<|header_start|>{}<|header_end|>\n\n", ("<|eot|>", "<|eom|>")
 LLAMA4 = Family(
     "llama4",
     (
-        *(
-            RoleBoundary(role, (f"<|header_start|>{role}<|header_end|>\n\n",), ("<|eot|>", "<|eom|>"))
-            for role in ("assistant", "user", "system", "developer")
-        ),
-        RoleBoundary(
-            "tool",
-            tuple(f"<|header_start|>{name}<|header_end|>\n\n" for name in ("ipython", "tool")),
-            ("<|eot|>", "<|eom|>"),
-        ),
+        *_alike(_LLAMA4_START, _LLAMA4_ENDS, "assistant", "user", "system", "developer"),
+        _tool(_LLAMA4_START, _LLAMA4_ENDS, "ipython", "tool"),
     ),
     (),
     ("<|image_start|>", "<|image_end|>", "<|image|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
@@ -288,10 +235,7 @@ PHI3 = Family(
 )
 PHI4 = Family(
     "phi4",
-    tuple(
-        RoleBoundary(role, (f"<|im_start|>{role}<|im_sep|>",), ("<|im_end|>",))
-        for role in ("assistant", "user", "system", "tool")
-    ),
+    _alike("<|im_start|>{}<|im_sep|>", ("<|im_end|>",), "assistant", "user", "system", "tool"),
     (_THINK,),
 )
 
@@ -322,10 +266,7 @@ IDEFICS3 = Family(
     ),
     (),
     (
-        "<image>",
-        "<fake_token_around_image>",
-        "<global-img>",
-        "<video>",
+        *("<image>", "<fake_token_around_image>", "<global-img>", "<video>"),
         *(f"<row_{row}_col_{column}>" for row in range(1, 9) for column in range(1, 9)),
     ),
 )
@@ -335,46 +276,23 @@ LLAVA = Family(
     (),
     ("<image>", "<video>"),
 )
-ZEPHYR = Family(
-    "zephyr",
-    tuple(RoleBoundary(role, (f"<|{role}|>\n",), (EOS,)) for role in ("assistant", "user", "system")),
-)
+ZEPHYR = Family("zephyr", _alike("<|{}|>\n", (EOS,), "assistant", "user", "system"))
+_GRANITE_START, _GRANITE_END = "<|start_of_role|>{}<|end_of_role|>", ("<|end_of_text|>",)
 GRANITE = Family(
     "granite",
-    tuple(
-        RoleBoundary(name, (f"<|start_of_role|>{role}<|end_of_role|>",), ("<|end_of_text|>",))
-        for name, role in (
-            ("assistant", "assistant"),
-            ("user", "user"),
-            ("system", "system"),
-            ("tool", "tool_response"),
-            ("tools", "available_tools"),
-            ("tools", "tools"),
-            ("documents", "documents"),
-        )
+    (
+        *_alike(_GRANITE_START, _GRANITE_END, "assistant", "user", "system", "tool", tool="tool_response"),
+        *_alike(_GRANITE_START, _GRANITE_END, "tools", tools="available_tools"),
+        *_alike(_GRANITE_START, _GRANITE_END, "tools", "documents"),
     ),
     (_THINK,),
     ("<image>",),
 )
 
 _WESTERN = (
-    GEMMA,
-    GEMMA4,
-    LLAMA3,
-    LLAMA4,
-    MISTRAL,
-    VOXTRAL,
-    MISTRAL_V1,
-    PHI3,
-    PHI4,
-    GPT_OSS,
-    IDEFICS3,
-    LLAVA,
-    ZEPHYR,
+    *(GEMMA, GEMMA4, LLAMA3, LLAMA4, MISTRAL, VOXTRAL, MISTRAL_V1, PHI3, PHI4, GPT_OSS, IDEFICS3, LLAVA, ZEPHYR),
     GRANITE,
 )
-
-
 _BY_NAME = {family.name: family for family in (*_EASTERN, *_WESTERN)}
 
 # Map from a model to the chat format that it uses.

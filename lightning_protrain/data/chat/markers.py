@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from transformers import PreTrainedTokenizerBase
-
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
@@ -76,7 +74,7 @@ class RoleMarkers:
         role: Name of the role.
         starts: Start markers, at least one.
         ends: End markers; may be empty.
-        open_ended: True if a turn may end without an end marker, at the next start marker or the end of the segment.
+        open_ended: True if a turn may end without an end marker, at the next start marker or the end of the row.
         include_start: True if the start marker of a trained turn is trained.
         include_end: True if the end marker of a trained turn is trained.
     """
@@ -115,7 +113,7 @@ class Markers:
     media: frozenset[int]
 
 
-def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, strict: bool = False) -> Markers:
+def resolve(family: Family, vocabulary: Vocabulary, strict: bool = False) -> Markers:
     """Return the markers of a chat format on a tokenizer.
 
     Markers that the tokenizer cannot encode are left out, except those of the roles assistant and user. Of several end
@@ -123,14 +121,13 @@ def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, str
 
     Args:
         family: The chat format.
-        tokenizer: A fast tokenizer or one of mistral-common, or its vocabulary.
+        vocabulary: Vocabulary of the tokenizer.
         strict: True leaves out no markers.
 
     Raises:
-        ValueError: If the tokenizer cannot encode a marker that is not left out; if the chat format ends turns with
-            the end-of-sequence token and the tokenizer has none; or if the tokenizer is slow or lacks its vocabulary.
+        ValueError: If the tokenizer cannot encode a marker that is not left out; or if the chat format ends turns
+            with the end-of-sequence token and the tokenizer has none.
     """
-    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     resolver = _Resolver(family, vocabulary)
     roles, exclusions = [], []
     for boundary in family.boundaries:
@@ -146,16 +143,6 @@ def resolve(family: Family, tokenizer: PreTrainedTokenizerBase | Vocabulary, str
         exclusions=tuple(exclusions),
         media=frozenset(vocabulary.added[text] for text in family.media if text in vocabulary.added),
     )
-
-
-def resolve_exclusions(family: Family, vocabulary: Vocabulary) -> list[ExclusionMarkers]:
-    """Return the exclusions of a chat format whose markers a tokenizer can encode."""
-    resolver = _Resolver(family, vocabulary)
-    return [
-        resolver.exclusion_markers(one)
-        for one in family.exclusions
-        if resolver.can_spell((one.start, one.end or one.start))
-    ]
 
 
 class _Resolver:
@@ -214,14 +201,14 @@ class _Resolver:
         spaces = self._spaces(text[len(core) :].encode()) if core != text else frozenset[int]()
         if core in self.vocabulary.added:
             ids = (self.vocabulary.added[core],)
-            found: list[tuple[tuple[int, ...], bytes]] = [(ids, b"")]
+            cuts: list[tuple[tuple[int, ...], bytes]] = [(ids, b"")]
             markers: tuple[Marker, ...] = (Marker(text, ids),)
         else:
-            found = self._found(core)
-            markers = self._with_tails(text, core, found)
+            cuts = self._found(core)
+            markers = self._with_tails(text, core, cuts)
         # A space at the end of the marker belongs to the marker if it is a token of its own, and to the content if the
         # tokenizer merges it with the following word.
-        return (*markers, *(Marker(text, ids, spaces) for ids, rest in found if spaces and not rest))
+        return (*markers, *(Marker(text, ids, spaces) for ids, rest in cuts if spaces and not rest))
 
     def _spaces(self, begin: bytes) -> frozenset[int]:
         """Return the tokens that consist of whitespace and begin with `begin`."""
@@ -238,13 +225,13 @@ class _Resolver:
         """
         symbols = () if core[0].isalnum() else _BEFORE_SYMBOLS
         befores = (*_BEFORE, *symbols, *self.borders)
-        found = self._around_control(core, befores)
-        if found is None:
+        parts = self._around_control(core, befores)
+        if parts is None:
             cuts = self._cuts([(before, core, after) for before in befores for after in _AFTER])
-            found = dict.fromkeys(part for _, part in cuts if part is not None)
-        if not found:
+            parts = dict.fromkeys(part for _, part in cuts if part is not None)
+        if not parts:
             raise ValueError(self._lost(core))
-        return list(found)
+        return list(parts)
 
     def _around_control(self, core: str, befores: Sequence[str]) -> dict[tuple[tuple[int, ...], bytes], None] | None:
         """Return what `_found` returns, without combining each text before the marker with each text after it.
@@ -270,22 +257,22 @@ class _Resolver:
     ) -> list[tuple[list[int], tuple[tuple[int, ...], bytes] | None]]:
         """Return the ids of each text before, in and after a marker, and the part of the marker if it can be cut."""
         cuts = []
-        for context, ids in zip(contexts, self.vocabulary.encode(["".join(one) for one in contexts]), strict=True):
+        for context, ids in zip(contexts, self.vocabulary.encode(["".join(parts) for parts in contexts]), strict=True):
             before, core, after = (text.encode() for text in context)
             known = self.vocabulary.unknown not in ids
             cuts.append((ids, _cut(self.vocabulary.spell(ids), ids, before, core, after) if known else None))
         return cuts
 
-    def _with_tails(self, text: str, core: str, found: Sequence[tuple[tuple[int, ...], bytes]]) -> tuple[Marker, ...]:
+    def _with_tails(self, text: str, core: str, cuts: Sequence[tuple[tuple[int, ...], bytes]]) -> tuple[Marker, ...]:
         """Return markers with tails for all last characters that may share a token with the following text.
 
         Args:
             text: Text of the marker.
             core: Text without spaces at its end.
-            found: Tokenizations that `_found` returned.
+            cuts: Tokenizations that `_found` returned.
         """
         fixed: dict[tuple[tuple[int, ...], bytes], None] = {}
-        for ids, rest in found:
+        for ids, rest in cuts:
             spelled = self.vocabulary.spell(ids)
             length = len(ids)
             if rest and length:

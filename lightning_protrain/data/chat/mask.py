@@ -8,11 +8,18 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, TokenRow, lay_out, without_overlap
+from lightning_protrain.data.chat.marker_search import (
+    Integers,
+    MarkerSearch,
+    Matches,
+    TokenRows,
+    lay_out,
+    without_overlap,
+)
 from lightning_protrain.data.chat.markers import ExclusionMarkers, Markers
-from lightning_protrain.data.chat.turns import Spans, find_spans, terminators
+from lightning_protrain.data.chat.turns import Spans, scan, terminators
 
 
 @dataclass(frozen=True)
@@ -20,16 +27,14 @@ class TokenTurns:
     """The turns of several conversations, called rows.
 
     Attributes:
-        row: Concatenated tokens of all rows.
-        borders: Position at which each row begins, and the number of tokens, of shape [rows + 1].
+        rows: Tokens of all rows.
         spans: The turns of all rows.
         first: Index of each row's first turn; the last entry is the number of turns. Of shape [rows + 1].
         trainable: True for turns whose role is trained, of shape [turns].
         begun: True for trainable turns with content, of shape [turns]. A generation prompt is a turn without content.
     """
 
-    row: TokenRow
-    borders: Integers
+    rows: TokenRows
     spans: Spans
     first: Integers
     trainable: Bools
@@ -38,12 +43,7 @@ class TokenTurns:
     @property
     def ids(self) -> NDArray[np.int32]:
         """Token ids of all rows, of shape [tokens]."""
-        return self.row.ids
-
-    @property
-    def num_begun(self) -> Integers:
-        """Number of turns in each row for which `begun` is True, of shape [rows]."""
-        return self.per_row(self.begun)
+        return self.rows.ids
 
     def per_row(self, turns: Bools) -> Integers:
         """Return the number of True values of `turns` in each row, of shape [rows]."""
@@ -52,9 +52,8 @@ class TokenTurns:
 
     def last_turns(self) -> Integers:
         """Return the numbers of the turns whose content extends to the end of their row."""
-        last = self.first[1:] - 1
-        ends = self.spans.end[last] == self.borders[1:] if len(self.spans.end) else np.zeros(len(last), dtype=bool)
-        return last[ends & (last >= self.first[:-1])]
+        last = (self.first[1:] - 1)[np.diff(self.first) > 0]
+        return last[self.spans.end[last] == self.rows.limits(self.spans.start[last])]
 
     def of_row(self, row: int) -> slice:
         """Return the slice that selects the turns of one row from arrays of shape [turns]."""
@@ -69,21 +68,19 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
         markers: Markers at which turns begin and end.
         options: Options of the loss mask.
     """
-    sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    borders = np.concatenate(([0], np.cumsum(sizes)))
-    row = TokenRow(np.concatenate(rows), borders[np.append(True, sizes > 0)], None)
-    spans = find_spans(row, markers)
+    tokens = lay_out(rows)
+    spans = scan(tokens, markers)
     trainable = trainable_turns(spans, markers, options)
     begun = trainable & ((spans.end > spans.content) | (spans.stop > spans.end))
-    found = TokenTurns(row, borders, spans, np.searchsorted(spans.start, borders), trainable, begun)
+    turns = TokenTurns(tokens, spans, np.searchsorted(spans.start, tokens.borders), trainable, begun)
     # A last turn whose content is only a scaffold is a generation prompt.
-    last = found.last_turns()
+    last = turns.last_turns()
     last = last[begun[last]]
     if last.size and any(part.kind == "scaffold" for part in markers.exclusions):
-        said = trained_in(row, spans, markers, MaskOptions(roles_to_train=options.roles))
-        until = np.concatenate(([0], np.cumsum(said)))
+        trained = trained_tokens(tokens, spans, markers, MaskOptions(roles_to_train=options.roles))
+        until = np.concatenate(([0], np.cumsum(trained)))
         begun[last] &= until[spans.stop[last]] > until[spans.content[last]]
-    return found
+    return turns
 
 
 @dataclass(frozen=True)
@@ -104,60 +101,60 @@ class LossMask:
 
 
 def mask_turns(
-    found: TokenTurns, markers: Markers, options: MaskOptions, weights: Sequence[list[float] | None] | None
+    turns: TokenTurns, markers: Markers, options: MaskOptions, weights: Sequence[list[float] | None] | None
 ) -> LossMask:
     """Compute the loss mask of several conversations.
 
     Args:
-        found: The turns.
-        markers: Markers with which the turns were found.
+        turns: The turns.
+        markers: Markers with which the turns were turns.
         options: Options of the loss mask.
         weights: For each row, the weights of its `begun` turns, or None for weights of 1. None means 1 for all turns.
     """
-    spans = found.spans
-    every = None if weights is None else _spread(found, weights)
-    trained = trained_in(found.row, spans, markers, options, every)
+    spans = turns.spans
+    every = None if weights is None else _spread(turns, weights)
+    trained = trained_tokens(turns.rows, spans, markers, options, every)
     values = None
     if every is not None and not set(every) <= {0.0, 1.0}:
         values = token_weights(trained, spans, markers, options, every)
-    unended = found.trainable & (spans.stop == spans.end)
+    unended = turns.trainable & (spans.stop == spans.end)
     stopless = np.zeros_like(unended)
     if unended.any():
         until = np.concatenate(([0], np.cumsum(trained)))
         unended &= until[spans.end] > until[spans.content]
-        stopless = unended & _should_end(found, markers, options)
+        stopless = unended & _should_end(turns, markers, options)
     return LossMask(trained, values, unended, stopless)
 
 
-def unsplittable_ranges(found: TokenTurns, markers: Markers, options: MaskOptions) -> Integers:
+def unsplittable_ranges(turns: TokenTurns, markers: Markers, options: MaskOptions) -> Integers:
     """Return token ranges that truncation must keep whole, of shape [ranges, 2]: markers, and runs of media tokens."""
-    spans = found.spans
+    spans = turns.spans
     ranges = [np.stack((spans.start, spans.content), 1), np.stack((spans.end, spans.stop), 1)]
-    ranges.append(exclusion_borders(found.row, markers, options))
+    ranges.append(exclusion_borders(turns.rows, markers, options))
     if markers.media:
-        media = np.isin(found.ids, list(markers.media))
+        media = np.isin(turns.ids, list(markers.media))
         ranges.append(np.flatnonzero(np.diff(media, prepend=False, append=False)).reshape(-1, 2))
     borders = np.concatenate(ranges)
     return borders[np.argsort(borders[:, 0], kind="stable")]
 
 
-def _spread(found: TokenTurns, weights: Sequence[list[float] | None]) -> list[float]:
+def _spread(turns: TokenTurns, weights: Sequence[list[float] | None]) -> list[float]:
     """Return the weight of each trainable turn of all rows; `weights` is as in `mask_turns`."""
-    spread = np.ones(len(found.begun))
-    for row, of_row in enumerate(weights):
-        if of_row is not None:
-            part = found.of_row(row)
-            spread[part][found.begun[part]] = of_row
-    return spread[found.trainable].tolist()
+    spread = np.ones(len(turns.begun))
+    for row, row_weights in enumerate(weights):
+        if row_weights is not None:
+            part = turns.of_row(row)
+            spread[part][turns.begun[part]] = row_weights
+    return spread[turns.trainable].tolist()
 
 
-def _should_end(found: TokenTurns, markers: Markers, options: MaskOptions) -> Bools:
+def _should_end(turns: TokenTurns, markers: Markers, options: MaskOptions) -> Bools:
     """Return True for turns whose end marker should be trained, if their role always has one."""
-    ends = np.array([role.include_end and not role.open_ended for role in markers.roles], dtype=bool)[found.spans.role]
+    ends = np.array([role.include_end and not role.open_ended for role in markers.roles], dtype=bool)[turns.spans.role]
     if options.train_on_inputs or options.train_on_eos == "none":
-        return np.zeros_like(found.trainable)
+        return np.zeros_like(turns.trainable)
     if options.train_on_eos == "last":
-        ends &= last_of_segment(found.row, found.spans, found.trainable)
+        ends &= last_of_row(turns.rows, turns.spans, turns.trainable)
     return ends
 
 
@@ -172,13 +169,13 @@ class MaskOptions:
     """Options of the loss mask.
 
     Attributes:
-        train_on_inputs: True trains everything but padding, media, the first token of each segment and turns of weight
-            0; the other options then have no effect.
+        train_on_inputs: True trains everything but media, the first token of each row and turns of weight 0; the other
+            options then have no effect.
         roles_to_train: Roles whose turns are trained; None means the assistant. An empty tuple trains nothing.
         train_on_eos: Turns whose end marker is trained: `turn` for trained turns; `all` for other turns, too, unless
             the marker also begins a turn or belongs to a role with `include_end=False`; `last` for the last turn of a
-            trained role in each segment, unless it was truncated; or `none`.
-        train_on: `all` for every turn of a trained role, or `last_turn` for the last one in each segment.
+            trained role in each row, unless it was truncated; or `none`.
+        train_on: `all` for every turn of a trained role, or `last_turn` for the last one in each row.
         train_thinking: True trains reasoning.
 
     Raises:
@@ -222,7 +219,12 @@ class MaskOptions:
 
 
 def trainable_turns(spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
-    """Return True for turns whose role is trained, of shape [turns].
+    """Return True for turns whose role is trained, of shape [turns]; see `trained_roles`."""
+    return trained_roles(markers, options)[spans.role]
+
+
+def trained_roles(markers: Markers, options: MaskOptions) -> Bools:
+    """Return True for trained roles, of the length of `Markers.roles`.
 
     Raises:
         ValueError: If the chat format has no markers for one of the trained roles.
@@ -234,64 +236,56 @@ def trainable_turns(spans: Spans, markers: Markers, options: MaskOptions) -> Boo
             f"roles_to_train names {', '.join(map(repr, unknown))}, for which the chat family {markers.family!r} has "
             f"no boundary. It has: {', '.join(dict.fromkeys(names))}."
         )
-    return np.array([name in options.roles for name in names], dtype=bool)[spans.role]
+    return np.array([name in options.roles for name in names], dtype=bool)
+
+
+def token_kinds(ids: NDArray[Any], markers: Markers) -> NDArray[np.int8]:
+    """Return 0 for each token of text, 1 for a token of a marker, and 2 for media, of shape [tokens]."""
+    kinds = np.zeros(len(ids), dtype=np.int8)
+    spans = scan(lay_out([ids]), markers)
+    for begin, stop in zip((*spans.start, *spans.end), (*spans.content, *spans.stop), strict=True):
+        kinds[begin:stop] = 1
+    kinds[np.isin(ids, list(markers.media))] = 2
+    return kinds
 
 
 def trained_tokens(
-    ids: ArrayLike,
-    spans: Spans,
-    markers: Markers,
-    options: MaskOptions,
-    attention_mask: ArrayLike | None = None,
-    segments: ArrayLike | None = None,
-    turn_weights: Sequence[float] | None = None,
+    rows: TokenRows, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
 ) -> Bools:
-    """Return True for trained tokens, of the shape of `ids`.
+    """Return True for trained tokens, of shape [tokens].
 
     The content of trained turns is trained, without exclusions and media. Markers are trained as `options` and the
-    roles say. Padding and the first token of each segment are never trained.
+    roles say. The first token of each row is never trained.
 
     Args:
-        ids: Token ids, as passed to `scan`.
+        rows: Token ids.
         spans: Turns that `scan` returned.
         markers: Markers, as passed to `scan`.
         options: Options of the loss mask.
-        attention_mask: Attention mask, as passed to `scan`.
-        segments: Segments, as passed to `scan`.
         turn_weights: Weight of each turn of a trained role; None means 1. A turn of weight 0 and its end marker are
             not trained, and it never counts as the last turn.
 
     Raises:
         ValueError: If the chat format has no markers for a trained role.
     """
-    row = lay_out(ids, attention_mask, segments)
-    return trained_in(row, spans, markers, options, turn_weights).reshape(np.shape(ids))
-
-
-def trained_in(
-    row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
-) -> Bools:
-    """Return True for trained tokens of a `TokenRow`, of shape [tokens]; see `trained_tokens`."""
     trainable = trainable_turns(spans, markers, options)
     dropped = np.zeros(trainable.size, dtype=bool)
     if turn_weights is not None:
         dropped[trainable] = np.asarray(turn_weights) == 0
     if options.train_on_inputs:
-        trained = ~_paint(row.ids.size, spans.content[dropped], spans.stop[dropped])
-        if row.attended is not None:
-            trained &= row.attended
+        trained = ~_paint(rows.ids.size, spans.content[dropped], spans.stop[dropped])
     else:
-        trained = _trained_turns(row, spans, markers, options, trainable & ~dropped, dropped)
+        trained = _trained_turns(rows, spans, markers, options, trainable & ~dropped, dropped)
     if markers.media:
-        trained &= _trainable_ids(markers.media).take(row.ids, mode="clip")
-    trained[row.borders[:-1]] = False
+        trained &= ~np.isin(rows.ids, list(markers.media))
+    trained[rows.borders[rows.borders < rows.ids.size]] = False
     return trained
 
 
 def token_weights(
-    trained: Bools, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float] | None = None
+    trained: Bools, spans: Spans, markers: Markers, options: MaskOptions, turn_weights: Sequence[float]
 ) -> NDArray[np.float32]:
-    """Return the weight of each token in the loss, of the shape of `trained`; untrained tokens have weight 0.
+    """Return the weight of each token in the loss, of shape [tokens]; untrained tokens have weight 0.
 
     Args:
         trained: Result of `trained_tokens`.
@@ -300,22 +294,19 @@ def token_weights(
         options: Options, as passed to `trained_tokens`.
         turn_weights: Weights, as passed to `trained_tokens`; trained tokens of other turns have weight 1.
     """
-    weights = trained.astype(np.float32).reshape(-1)
-    if turn_weights is not None:
-        turns = trainable_turns(spans, markers, options)
-        values = np.asarray(turn_weights, dtype=np.float32)
-        begin, stop = _disjoint(spans.start[turns], spans.stop[turns])
-        weights *= np.repeat(*_runs(weights.size, begin, stop, values, np.float32(1)))
-    return weights.reshape(trained.shape)
+    turns = trainable_turns(spans, markers, options)
+    values = np.asarray(turn_weights, dtype=np.float32)
+    begin, stop = _disjoint(spans.start[turns], spans.stop[turns])
+    return trained * np.repeat(*_runs(trained.size, begin, stop, values, np.float32(1)))
 
 
 def _trained_turns(
-    row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, trainable: Bools, dropped: Bools
+    rows: TokenRows, spans: Spans, markers: Markers, options: MaskOptions, trainable: Bools, dropped: Bools
 ) -> Bools:
     """Return True for the tokens of trained turns, of shape [tokens]; the caller excludes media tokens.
 
     Args:
-        row: Token ids.
+        rows: Token ids.
         spans: The turns.
         markers: Markers with which the turns were found.
         options: Options of the loss mask.
@@ -323,38 +314,38 @@ def _trained_turns(
         dropped: True for turns of a trained role with weight 0, of shape [turns].
     """
     if not options.roles:
-        return np.zeros(row.ids.size, dtype=bool)
-    turns = last_of_segment(row, spans, trainable) if options.train_on == "last_turn" else trainable
+        return np.zeros(rows.ids.size, dtype=bool)
+    turns = last_of_row(rows, spans, trainable) if options.train_on == "last_turn" else trainable
     with_start = np.array([role.include_start for role in markers.roles], dtype=bool)[spans.role]
     terminated = np.array([role.include_end for role in markers.roles], dtype=bool)[spans.role]
     others = np.zeros_like(turns)
     if options.train_on_eos == "all":
-        others = terminated & ~turns & ~dropped & ~_shared_terminators(row, spans, markers, options)
+        others = terminated & ~turns & ~dropped & ~_shared_terminators(rows, spans, markers, options)
     elif options.train_on_eos == "last":
-        terminated &= last_of_segment(row, spans, trainable) & spans.complete
+        terminated &= last_of_row(rows, spans, trainable) & spans.complete
     elif options.train_on_eos == "none":
         terminated[:] = False
     # Of an untrained turn, at most the end marker is trained.
     begin = np.where(turns, np.where(with_start, spans.start, spans.content), spans.end)
     stop = np.where(terminated, spans.stop, spans.end)
     chosen = turns | others
-    trained = _paint(row.ids.size, begin[chosen], stop[chosen])
-    excluded = _excluded(row, spans, markers, options, turns)
+    trained = _paint(rows.ids.size, begin[chosen], stop[chosen])
+    excluded = _excluded(rows, spans, markers, options, turns)
     if excluded[0].size:
-        trained &= ~_paint(row.ids.size, *excluded)
+        trained &= ~_paint(rows.ids.size, *excluded)
     return trained
 
 
-def last_of_segment(row: TokenRow, spans: Spans, turns: Bools) -> Bools:
-    """Return True for the last turn of each segment among the turns that are True in `turns`, of shape [turns]."""
+def last_of_row(rows: TokenRows, spans: Spans, turns: Bools) -> Bools:
+    """Return True for the last turn of each row among the turns that are True in `turns`, of shape [turns]."""
     index = np.flatnonzero(turns)
-    piece = np.searchsorted(row.borders, spans.start[index], side="right")
+    piece = np.searchsorted(rows.borders, spans.start[index], side="right")
     last = np.zeros_like(turns)
     last[index[np.append(piece[1:] != piece[:-1], True)[: index.size]]] = True
     return last
 
 
-def _shared_terminators(row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
+def _shared_terminators(rows: TokenRows, spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
     """Return True for turns whose end marker also begins a turn, or ends a role with `include_end=False`."""
     starts = {start.ids for role in markers.roles for start in role.starts}
     trained = {end.ids for role in markers.roles if role.role in options.roles for end in role.ends}
@@ -370,19 +361,19 @@ def _shared_terminators(row: TokenRow, spans: Spans, markers: Markers, options: 
     by_role = np.zeros((len(table), max(map(len, table)) + 1), dtype=bool)
     for role, values in enumerate(table):
         by_role[role, : len(values)] = values
-    return by_role[spans.role, terminators(row, markers, spans)]
+    return by_role[spans.role, terminators(rows, markers, spans)]
 
 
 def _excluded(
-    row: TokenRow, spans: Spans, markers: Markers, options: MaskOptions, turns: Bools
+    rows: TokenRows, spans: Spans, markers: Markers, options: MaskOptions, turns: Bools
 ) -> tuple[Integers, Integers]:
     """Return the begins and ends of the excluded parts in the turns that are True in `turns`, in ascending order."""
     active = _active(markers, options)
     begins, stops = [], []
     if active and turns.any():
-        found = _exclusion_trie(active).find(row)
+        matches = _exclusion_search(active).find(rows)
         for number, part in enumerate(active):
-            start, end = found[2 * number : 2 * number + 2]
+            start, end = matches[2 * number : 2 * number + 2]
             begin, stop = _regions(start, end if part.end else None, spans, turns, part.kind)
             begins.append(begin)
             stops.append(stop)
@@ -393,10 +384,10 @@ def _excluded(
     return begin[order], stop[order]
 
 
-def exclusion_borders(row: TokenRow, markers: Markers, options: MaskOptions) -> Integers:
+def exclusion_borders(rows: TokenRows, markers: Markers, options: MaskOptions) -> Integers:
     """Return the begin and end of each marker of an exclusion, of shape [ranges, 2]."""
-    found = _exclusion_trie(_active(markers, options)).find(row)
-    return np.concatenate([np.empty((0, 2), dtype=np.int64), *(np.stack((m.position, m.stop), 1) for m in found)])
+    matches = _exclusion_search(_active(markers, options)).find(rows)
+    return np.concatenate([np.empty((0, 2), dtype=np.int64), *(np.stack((m.position, m.stop), 1) for m in matches)])
 
 
 def _active(markers: Markers, options: MaskOptions) -> tuple[ExclusionMarkers, ...]:
@@ -433,21 +424,14 @@ def _regions(start: Matches, end: Matches | None, spans: Spans, turns: Bools, ki
         beyond[has[ends_it]] = closing.stop[ends_it]
         inside = closing.stop <= stop[has]
         stop[has[inside]] = closing.stop[inside]
-    kept = without_overlap(start.position, stop)
-    return np.maximum(start.position[kept], spans.content[turn[kept]]), np.maximum(stop[kept], beyond[kept])
+    begin = np.maximum(start.position, spans.content[turn])
+    disjoint = without_overlap(start.position, stop)
+    return begin[disjoint], np.maximum(stop, beyond)[disjoint]
 
 
 @lru_cache(maxsize=64)
-def _exclusion_trie(exclusions: tuple[ExclusionMarkers, ...]) -> MarkerTrie:
-    return MarkerTrie([markers for part in exclusions for markers in (part.start, part.end)])
-
-
-@lru_cache(maxsize=64)
-def _trainable_ids(media: frozenset[int]) -> Bools:
-    """Return a table by token id that is True for all ids but media tokens; its last entry is for larger ids."""
-    table = np.ones(max(media) + 2, dtype=bool)
-    table[sorted(media)] = False
-    return table
+def _exclusion_search(exclusions: tuple[ExclusionMarkers, ...]) -> MarkerSearch:
+    return MarkerSearch([markers for part in exclusions for markers in (part.start, part.end)])
 
 
 def _disjoint(begin: Integers, stop: Integers) -> tuple[Integers, Integers]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,9 +29,8 @@ from lightning_protrain.data.chat.detect_format import (
     with_tags,
 )
 from lightning_protrain.data.chat.markers import Marker, Markers, resolve
-from lightning_protrain.data.chat.mask import ASSISTANT, MaskOptions, trainable_turns
+from lightning_protrain.data.chat.mask import ASSISTANT, MaskOptions, token_kinds, trained_roles
 from lightning_protrain.data.chat.render import Renderer, TemplateDate
-from lightning_protrain.data.chat.turns import scan
 from lightning_protrain.data.chat.verify_format import (
     end_tokens,
     leaking_roles,
@@ -138,19 +137,6 @@ class ChatSettings:
         return path.read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class _Verified:
-    """A verified chat format of one tokenizer and template; `ChatEncoder` explains the attributes."""
-
-    renderer: Renderer
-    markers: Markers
-    leaking: frozenset[str]
-    unproven: Mapping[str, str]
-    leaves_open: bool
-    user_header: str
-    end_ids: frozenset[int]
-
-
 class ChatEncoders:
     """Makes the encoders of all data sets, which share one tokenizer.
 
@@ -175,7 +161,7 @@ class ChatEncoders:
         self.date = TemplateDate(day)
         self._tokenizer = tokenizer
         self._name = name
-        self._verified: dict[str, _Verified] = {}
+        self._verified: dict[str, tuple[ChatEncoder, str]] = {}
         self._recognised: dict[str, tuple[Family, Markers]] = {}
         self._logged: set[str] = set()
         self._processors: dict[str, Any] = {}
@@ -195,27 +181,22 @@ class ChatEncoders:
         key = f"{settings.format} {quiet} {processor is not None}"
         if key not in self._verified:
             self._verified[key] = self._verify(settings, processor, quiet)
-        found = self._verified[key]
-        # Raise ValueError if a trained role has no markers.
-        trainable_turns(scan(np.empty(0, dtype=np.int32), found.markers), found.markers, settings.options)
-        if "user" in settings.options.roles and found.user_header and not settings.train_on_inputs:
+        verified, header = self._verified[key]
+        trained_roles(verified.markers, settings.options)
+        if "user" in settings.options.roles and header and not settings.train_on_inputs:
             raise ValueError(
-                f"roles_to_train names 'user', but then {found.user_header!r}, which the chat template writes around a "
-                "user's words, would be trained too. Give `role_boundaries` whose markers include it."
+                f"roles_to_train names 'user', but then {header!r}, which the chat template writes around a user's "
+                "words, would be trained too. Give `role_boundaries` whose markers include it."
             )
-        return ChatEncoder(
-            found.renderer,
-            found.markers,
-            settings.options,
-            settings.max_length,
-            settings.on_untrainable,
-            found.leaking,
-            found.unproven,
-            found.leaves_open,
-            found.end_ids,
+        return replace(
+            verified,
+            options=settings.options,
+            max_length=settings.max_length,
+            on_untrainable=settings.on_untrainable,
         )
 
-    def _verify(self, settings: ChatSettings, processor: Any, quiet: bool) -> _Verified:
+    def _verify(self, settings: ChatSettings, processor: Any, quiet: bool) -> tuple[ChatEncoder, str]:
+        """Return an encoder with a verified chat format, and the text around a user's words, see `user_header`."""
         template = settings.template or getattr(processor, "chat_template", None)
         check_template(self._tokenizer, template)
         everything = self.renderer(settings.template_kwargs, template)
@@ -232,7 +213,7 @@ class ChatEncoders:
             # The processor often has the chat template of the tokenizer.
             key = f"{settings.format} {template or getattr(self._tokenizer, 'chat_template', None)}"
             if key not in self._recognised:
-                self._recognised[key] = find_family(self._tokenizer, None, everything.ids)
+                self._recognised[key] = find_family(vocabulary, everything.ids)
             (family, markers), source = self._recognised[key], "recognised"
         if quiet:
             markers = with_tags(markers, vocabulary, everything.ids)
@@ -250,16 +231,15 @@ class ChatEncoders:
         is_open = should_end and leaves_open(renderer.ids, vocabulary)
         if is_open and settings.train_on_eos != "none" and not settings.train_on_inputs:
             self._warn_open(settings.template_kwargs, template)
-        leaking = leaking_roles(renderer.ids, vocabulary, markers)
-        return _Verified(
+        encoder = ChatEncoder(
             renderer,
             markers,
-            leaking,
-            unproven,
-            is_open,
-            user_header(renderer.ids, vocabulary, markers),
-            end_tokens(renderer.ids, vocabulary, markers),
+            leaking=leaking_roles(renderer.ids, vocabulary, markers),
+            unproven=unproven,
+            leaves_open=is_open,
+            end_ids=end_tokens(renderer.ids, vocabulary, markers),
         )
+        return encoder, user_header(renderer.ids, vocabulary, markers)
 
     def renderer(
         self, template_kwargs: Mapping[str, Any], template: str | None, markers: list[str] | None = None
@@ -267,13 +247,13 @@ class ChatEncoders:
         """Return a renderer with the tokenizer and the date of the run; the arguments are those of `Renderer`."""
         return Renderer(self._tokenizer, markers, template_kwargs, template, self.date)
 
-    def _warn_open(self, given: Mapping[str, Any], template: str | None) -> None:
+    def _warn_open(self, template_kwargs: Mapping[str, Any], template: str | None) -> None:
         """Warn that the template writes no end token after the last turn; name a template variable that adds it."""
         text = str(template or self._tokenizer.chat_template)
         closing = None
         for name in dict.fromkeys(_FOR_TRAINING.findall(text)):
-            renderer = self.renderer({**given, name: True}, template)
-            if not leaves_open(renderer.ids, self._tokenizer):
+            renderer = self.renderer({**template_kwargs, name: True}, template)
+            if not leaves_open(renderer.ids, Vocabulary(self._tokenizer)):
                 closing = name
                 break
         help_ = (
@@ -317,28 +297,19 @@ class ChatEncoders:
         return self._processors[key]
 
     def kinds(self, settings: ChatSettings, media: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
-        """Return a function that classifies tokens: 0 text, 1 marker, 2 media.
+        """Return a function that classifies the tokens of a row, see `token_kinds`.
 
         Args:
             settings: Settings of the data set.
             media: True if the data set has media.
         """
         markers = (self.media_encoder(settings).chat if media else self.encoder(settings)).markers
-
-        def kinds(ids: NDArray[Any]) -> NDArray[np.int8]:
-            found = np.zeros(len(ids), dtype=np.int8)
-            spans = scan(ids, markers)
-            for begin, stop in zip((*spans.start, *spans.end), (*spans.content, *spans.stop), strict=True):
-                found[begin:stop] = 1
-            found[np.isin(ids, list(markers.media))] = 2
-            return found
-
-        return kinds
+        return partial(token_kinds, markers=markers)
 
 
-def _check_variables(given: Mapping[str, Any]) -> None:
+def _check_variables(variables: Mapping[str, Any]) -> None:
     """Raise ValueError if a template variable has the name of an argument of `apply_chat_template`."""
-    for name in given:
+    for name in variables:
         if name in _RESERVED:
             raise ValueError(
                 f"chat_template_kwargs names {name!r}, which is not a variable of a chat template. {_RESERVED[name]}"

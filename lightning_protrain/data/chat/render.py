@@ -11,21 +11,29 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, __version__
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from lightning_protrain.data.chat.check_turns import has_tags
-from lightning_protrain.data.chat.verify_format import REFUSALS, Messages, TemplateRender
 from lightning_protrain.data.conversation import Conversation
 
+Messages = Sequence[Mapping[str, Any]]
+# Renders messages like `Renderer.ids`, and raises ValueError if the template refuses them.
+Render = Callable[..., list[int]]
+# Exceptions that a chat template raises for messages that it does not accept.
+REFUSALS: tuple[type[Exception], ...] = (
+    *(TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, NotImplementedError),
+)
 # Functions that tell control tokens in messages from those of the template; older versions of transformers lack them.
 encode_marked_chat: Any = getattr(chat_template_utils, "encode_marked_chat", None)
 mark_control_tokens: Any = getattr(chat_template_utils, "mark_control_tokens", None)
@@ -124,8 +132,7 @@ class Renderer:
         """
         tools = conversation.get("tools") or None
         if self._encodes_at_once:
-            given = [_without_weights(message) for message in conversation["messages"]]
-            ids = TemplateRender(self.tokenizer, tuple(self._kwargs.items()))(given, tools, add_generation_prompt)
+            ids = self._ids_at_once(conversation["messages"], tools, add_generation_prompt)
             return Rendered(self.tokenizer.decode(ids), ids=tuple(ids))
         messages = [self._as_template_reads(message) for message in conversation["messages"]]
         if any("tool_calls" in message for message in messages) and self._writes_ids:
@@ -148,11 +155,12 @@ class Renderer:
     def encode(self, rendered: Sequence[Rendered]) -> list[list[int]]:
         """Return the token ids of each text; no special token is added."""
         if self._encodes_at_once:
-            return [list(one.ids or ()) for one in rendered]
-        plain = [one.text for one in rendered if not one.sanitized]
+            return [list(rendering.ids or ()) for rendering in rendered]
+        plain = [rendering.text for rendering in rendered if not rendering.sanitized]
         encoded = iter(self.tokenizer(plain, add_special_tokens=False)["input_ids"] if plain else ())
         return [
-            encode_marked_chat(self.tokenizer, one.text) if one.sanitized else list(next(encoded)) for one in rendered
+            encode_marked_chat(self.tokenizer, rendering.text) if rendering.sanitized else list(next(encoded))
+            for rendering in rendered
         ]
 
     def ids(
@@ -166,16 +174,25 @@ class Renderer:
         conversation: Any = {"messages": messages} if tools is None else {"messages": messages, "tools": list(tools)}
         return self.encode([self.render(conversation, add_generation_prompt)])[0]
 
+    def _ids_at_once(self, messages: Messages, tools: Any, add_generation_prompt: bool) -> list[int]:
+        # mistral-common refuses arguments that are None or False.
+        options = {"tools": tools} if tools else {}
+        options |= {"add_generation_prompt": True} if add_generation_prompt else {}
+        with _refused(messages):
+            plain = [_without_weights(message) for message in messages]
+            encoded = self.tokenizer.apply_chat_template(plain, return_dict=True, **options, **self._kwargs)
+        return [int(index) for index in encoded["input_ids"]]
+
     def _apply(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool = False) -> str:
-        try:
-            with self._date.given_to(self.tokenizer.get_chat_template(self._kwargs.get("chat_template"), tools)):
-                text = self.tokenizer.apply_chat_template(
+        with (
+            _refused(messages),
+            self._date.given_to(self.tokenizer.get_chat_template(self._kwargs.get("chat_template"), tools)),
+        ):
+            return str(
+                self.tokenizer.apply_chat_template(
                     messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
                 )
-        except REFUSALS as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise ValueError(f"the chat template refuses the roles {roles}: {error!r}") from error
-        return str(text)
+            )
 
     def _as_template_reads(self, message: Mapping[str, Any]) -> dict[str, Any]:
         read = _without_weights(message)
@@ -196,9 +213,9 @@ class Renderer:
     @cached_property
     def _reads_parts(self) -> bool:
         """True if the template drops contents that are strings, and needs a list of parts."""
-        said = [{"role": "user", "content": "walnut"}, {"role": "assistant", "content": "maple"}]
-        listed = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in said]
-        for messages, wants_parts in ((said, False), (listed, True)):
+        plain = [{"role": "user", "content": "walnut"}, {"role": "assistant", "content": "maple"}]
+        listed = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in plain]
+        for messages, wants_parts in ((plain, False), (listed, True)):
             try:
                 text = self._apply(messages, None)
             except ValueError:
@@ -211,12 +228,12 @@ class Renderer:
     def _writes_ids(self) -> bool:
         """True if the template writes the id of a tool call in place of the function's name."""
         call = {"id": "maple", "type": "function", "function": {"name": "hazel", "arguments": {}}}
-        said: Messages = [
+        messages: Messages = [
             {"role": "user", "content": "walnut"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         try:
-            text = self._apply([self._as_template_reads(message) for message in said], None)
+            text = self._apply([self._as_template_reads(message) for message in messages], None)
         except ValueError:
             return False
         return "maple" in text and "hazel" not in text
@@ -263,6 +280,19 @@ class Renderer:
         return _any_of(text for text in self._markers or () if not any(token in text for token in self._added))
 
 
+@contextmanager
+def _refused(messages: Messages) -> Iterator[None]:
+    """Raise ValueError with the reason if a template refuses messages."""
+    # mistral_common is optional. If the tokenizer comes from it, it is imported by now.
+    mistral: Any = sys.modules.get("mistral_common.exceptions")
+    errors = REFUSALS if mistral is None else (*REFUSALS, mistral.MistralCommonException)
+    try:
+        yield
+    except errors as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise ValueError(f"the chat template refuses the roles {roles}: {error!r}") from error
+
+
 def _without_weights(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in ("train", "weight")}
 
@@ -274,23 +304,23 @@ def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     number counts the calls of the conversation. An id that contains the name stays as it is.
     """
     named, numbers = [], itertools.count()
-    given: list[str] = []
+    old_ids: list[str] = []
     ids: list[str] = []
     for message in messages:
         if "tool_calls" in message:
             names = [call["function"]["name"] for call in message["tool_calls"]]
-            given = [str(call.get("id") or "") for call in message["tool_calls"]]
+            old_ids = [str(call.get("id") or "") for call in message["tool_calls"]]
             ids = [
                 old if name in old else f"functions.{name}:{number}"
-                for name, old, number in zip(names, given, numbers, strict=False)
+                for name, old, number in zip(names, old_ids, numbers, strict=False)
             ]
             calls = [{**call, "id": new} for call, new in zip(message["tool_calls"], ids, strict=True)]
             message = {**message, "tool_calls": calls}
         elif message["role"] == "tool" and ids:
             # Results without a known id have the order of their calls.
             old = message.get("tool_call_id")
-            at = given.index(old) if old in given else 0
-            given.pop(at)
+            at = old_ids.index(old) if old in old_ids else 0
+            old_ids.pop(at)
             message = {**message, "tool_call_id": ids.pop(at)}
         named.append(message)
     return named
@@ -307,9 +337,9 @@ def _marked(value: Any, control: re.Pattern[str]) -> Any:
         return {_marked(key, control): _marked(part, control) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_marked(part, control) for part in value]
-    if mark_control_tokens is None and isinstance(value, str) and (found := control.search(value)):
+    if mark_control_tokens is None and isinstance(value, str) and (token := control.search(value)):
         raise ValueError(
-            f"a message contains {found[0]!r}, a control token of the tokenizer, and transformers {__version__} cannot "
+            f"a message contains {token[0]!r}, a control token of the tokenizer, and transformers {__version__} cannot "
             'encode it as text: run `pip install -U "transformers>=5.23"`, or remove it from the message'
         )
     return value if mark_control_tokens is None else mark_control_tokens(value, control)

@@ -1,8 +1,8 @@
 """Finds the turns of conversations in token ids by their markers.
 
 A turn begins with a start marker of its role. A turn ends at an end marker of its role, at the next start marker of any
-role, or at the end of the row or segment, whichever comes first. Tokens between an end marker and the next start marker
-belong to no turn. A marker may be both the end marker of a turn and the start marker of the next turn.
+role, or at the end of the row, whichever comes first. Tokens between an end marker and the next start marker belong to
+no turn. A marker may be both the end marker of a turn and the start marker of the next turn.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from lightning_protrain.data.chat.marker_trie import Integers, MarkerTrie, Matches, TokenRow, lay_out, without_overlap
+from lightning_protrain.data.chat.marker_search import Integers, MarkerSearch, Matches, TokenRows, without_overlap
 from lightning_protrain.data.chat.markers import Markers, RoleMarkers
 
 
@@ -39,51 +39,34 @@ class Spans:
     complete: NDArray[np.bool_]
 
 
-def scan(
-    ids: ArrayLike, markers: Markers, attention_mask: ArrayLike | None = None, segments: ArrayLike | None = None
-) -> Spans:
+def scan(rows: TokenRows, markers: Markers) -> Spans:
     """Find the turns in token ids.
 
     Of several start markers at a position, the longest wins. A start marker that begins within another is ignored.
-
-    Args:
-        ids: Token ids, of shape [tokens] or [rows, tokens].
-        markers: Markers of the chat format.
-        attention_mask: 0 for padding, of the shape of `ids`; None means no padding.
-        segments: Number of each token's conversation in a packed row, of the shape of `ids`; None means one
-            conversation per row.
-
-    Raises:
-        ValueError: If the ids are not integers, or a shape is wrong.
     """
-    return find_spans(lay_out(ids, attention_mask, segments), markers)
-
-
-def find_spans(row: TokenRow, markers: Markers) -> Spans:
-    """Find the turns in the tokens of a `TokenRow`; see `scan`."""
     tables = _tables(markers)
-    starts, *ends = tables.trie.find(row)
+    starts, *ends = tables.search.find(rows)
     starts = starts[without_overlap(starts.position, starts.stop)]
     role = tables.role_of_start[starts.marker]
-    limit = row.limits(starts.position)
+    limit = rows.limits(starts.position)
     following = limit.copy()
     np.minimum(starts.position[1:], limit[:-1], out=following[:-1])
     end, stop = following.copy(), following.copy()
     complete = tables.open_ended[role] & (following < limit)
     for number, matches in enumerate(ends):
         mine = np.flatnonzero(tables.ends_of_role[role] == number)
-        found, at = _next(matches, starts.stop[mine])
-        mine, begin = mine[found], matches.position[at]
+        has_end, at = _next(matches, starts.stop[mine])
+        mine, begin = mine[has_end], matches.position[at]
         closes = np.flatnonzero((begin <= following[mine]) & (begin < limit[mine]))
         mine, at = mine[closes], at[closes]
         end[mine], stop[mine], complete[mine] = begin[closes], matches.stop[at], True
     return Spans(starts.position, starts.stop, end, stop, role, complete)
 
 
-def terminators(row: TokenRow, markers: Markers, spans: Spans) -> Integers:
+def terminators(rows: TokenRows, markers: Markers, spans: Spans) -> Integers:
     """Return the index of each turn's end marker in `RoleMarkers.ends`, -1 if there is none, of shape [turns]."""
     tables = _tables(markers)
-    _, *ends = tables.trie.find(row)
+    _, *ends = tables.search.find(rows)
     index = np.full(spans.role.size, -1)
     for number, matches in enumerate(ends):
         mine = np.flatnonzero((tables.ends_of_role[spans.role] == number) & (spans.stop > spans.end))
@@ -97,13 +80,13 @@ class _Tables:
     """Lookup tables for the markers of a chat format.
 
     Attributes:
-        trie: Trie whose set 0 has the start markers of all roles; each further set has the end markers of a role.
+        search: Search whose set 0 has the start markers of all roles; each further set has the end markers of a role.
         role_of_start: Index of the role of each start marker in set 0.
         ends_of_role: Number of the set with the end markers of each role, minus 1.
         open_ended: `RoleMarkers.open_ended` of each role.
     """
 
-    trie: MarkerTrie
+    search: MarkerSearch
     role_of_start: Integers
     ends_of_role: Integers
     open_ended: NDArray[np.bool_]
@@ -115,7 +98,7 @@ def _tables(markers: Markers) -> _Tables:
     # Roles with equal end markers share a set.
     ends = list(dict.fromkeys(role.ends for role in roles))
     return _Tables(
-        trie=MarkerTrie([[start for role in roles for start in role.starts], *ends]),
+        search=MarkerSearch([[start for role in roles for start in role.starts], *ends]),
         role_of_start=np.repeat(np.arange(len(roles)), [len(role.starts) for role in roles]),
         ends_of_role=np.array([ends.index(role.ends) for role in roles], dtype=np.int64),
         open_ended=np.array([role.open_ended for role in roles], dtype=bool),
@@ -129,5 +112,5 @@ def _next(matches: Matches, position: Integers) -> tuple[Integers, Integers]:
         Indices of the positions that have such a match, and the index of the match for each of them.
     """
     at = np.searchsorted(matches.position, position)
-    found = np.flatnonzero(at < matches.position.size)
-    return found, at[found]
+    matched = np.flatnonzero(at < matches.position.size)
+    return matched, at[matched]

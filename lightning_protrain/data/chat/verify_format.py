@@ -14,15 +14,12 @@ row, too.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
-from typing import Any, Protocol
+from itertools import chain, pairwise, takewhile
+from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.config import plural
 from lightning_protrain.data.chat.check_turns import (
@@ -38,71 +35,12 @@ from lightning_protrain.data.chat.check_turns import (
     THOUGHT_WORD,
     TOOLS,
 )
+from lightning_protrain.data.chat.marker_search import lay_out
 from lightning_protrain.data.chat.markers import Markers
 from lightning_protrain.data.chat.mask import ASSISTANT, MaskOptions, trained_tokens
+from lightning_protrain.data.chat.render import Render
 from lightning_protrain.data.chat.turns import scan
 from lightning_protrain.data.chat.vocabulary import Vocabulary
-
-Messages = Sequence[dict[str, Any]]
-
-# Exceptions that a chat template raises for messages that it does not accept.
-REFUSALS: tuple[type[Exception], ...] = (
-    TemplateError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    AssertionError,
-    NotImplementedError,
-)
-
-
-class Render(Protocol):
-    """A function that renders messages with a chat template and returns the token ids."""
-
-    def __call__(
-        self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
-    ) -> list[int]:
-        """Render messages; raise ValueError if the template refuses them."""
-        ...
-
-
-@dataclass(frozen=True)
-class TemplateRender:
-    """Renders with the chat template of a tokenizer; control tokens in messages become plain text.
-
-    Attributes:
-        tokenizer: Tokenizer with a chat template, or one of mistral-common.
-        template_kwargs: Further variables of the template.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    template_kwargs: tuple[tuple[str, Any], ...] = ()
-
-    def __call__(
-        self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, add_generation_prompt: bool = False
-    ) -> list[int]:
-        """Render messages; raise ValueError with the reason if the template refuses them."""
-        settings: dict[str, Any] = {"tokenize": True, "return_dict": True, **dict(self.template_kwargs)}
-        if tools is not None:
-            settings["tools"] = list(tools)
-        if add_generation_prompt:
-            settings["add_generation_prompt"] = True
-        if getattr(self.tokenizer, "backend_tokenizer", None) is not None:
-            settings["sanitize_control_tokens"] = True
-        try:
-            encoded = self.tokenizer.apply_chat_template([dict(message) for message in messages], **settings)
-        except (*REFUSALS, *_mistral_refusals()) as error:
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise ValueError(f"the chat template refuses the roles {roles}: {error!r}") from error
-        return [int(index) for index in encoded["input_ids"]]
-
-
-def _mistral_refusals() -> tuple[type[Exception], ...]:
-    # mistral_common is optional. If the tokenizer comes from it, it is imported by now.
-    exceptions = sys.modules.get("mistral_common.exceptions")
-    return () if exceptions is None else (exceptions.MistralCommonException,)
 
 
 @dataclass(frozen=True)
@@ -244,39 +182,31 @@ _OFFERED = ProbeConversation(
 )
 
 
-def _tool_probes(num_calls: int, results: bool, ends: bool = False) -> tuple[ProbeConversation, ...]:
-    """Return a probe with tool calls in three forms: with arguments as a mapping, as text, and without content.
+def _tool_probe(num_calls: int, results: bool, ends: bool = False) -> ProbeConversation:
+    """Return a probe with tool calls.
 
     Args:
         num_calls: Number of calls in a message.
         results: True adds the results of the calls, and an answer to them.
         ends: True ends the conversation after the calls.
     """
-    return tuple(
-        _tool_probe(num_calls, results, ends, arguments, content)
-        for arguments, content in (
-            ({"place": "chestnut"}, ""),
-            ('{"place": "chestnut"}', ""),
-            ({"place": "chestnut"}, None),
-        )
-    )
-
-
-def _tool_probe(num_calls: int, results: bool, ends: bool, arguments: Any, content: str | None) -> ProbeConversation:
     calls = [
-        {"id": f"abcdefgh{number}", "type": "function", "function": {"name": "lookup", "arguments": arguments}}
+        {
+            "id": f"abcdefgh{number}",
+            "type": "function",
+            "function": {"name": "lookup", "arguments": {"place": "chestnut"}},
+        }
         for number in range(num_calls)
     ]
     answers = [
         {"role": "tool", "name": "lookup", "tool_call_id": call["id"], "content": f"willow{number}"}
         for number, call in enumerate(calls)
     ]
-    name = f"{plural(num_calls, 'tool call')}{' and results' if results else ''}{' at the end' if ends else ''}"
     return ProbeConversation(
-        name,
+        f"{plural(num_calls, 'tool call')}{' and results' if results else ''}{' at the end' if ends else ''}",
         (
             _user("Ask about walnut."),
-            {"role": "assistant", "content": content, "tool_calls": calls},
+            _assistant("", tool_calls=calls),
             *((*answers, _assistant("There is hazel.")) if results else ()),
             *(() if ends else (_user("Thanks, poplar."), _assistant("Bye, rowan."))),
         ),
@@ -302,17 +232,16 @@ THINKING = ProbeConversation(
     feature=REASONING,
 )
 THOUGHTS = ("sorrel", "tansy")
-# A group has alternative forms of a probe; the first form that the template accepts is checked.
-GROUPS: tuple[tuple[ProbeConversation, ...], ...] = (
-    (_SYSTEM,),
-    (_DEVELOPER,),
-    (_JOINED,),
-    (_OFFERED,),
-    _tool_probes(1, results=False),
-    _tool_probes(1, results=False, ends=True),
-    _tool_probes(1, results=True),
-    _tool_probes(2, results=True),
-    (THINKING,),
+PROBES = (
+    _SYSTEM,
+    _DEVELOPER,
+    _JOINED,
+    _OFFERED,
+    _tool_probe(1, results=False),
+    _tool_probe(1, results=False, ends=True),
+    _tool_probe(1, results=True),
+    _tool_probe(2, results=True),
+    THINKING,
 )
 
 
@@ -335,17 +264,6 @@ def single_turns(probe: ProbeConversation) -> list[ProbeConversation]:
     return [replace(probe, messages=pair) for pair in pairs]
 
 
-def as_parts(probe: ProbeConversation) -> ProbeConversation:
-    """Return a copy of a probe whose contents are lists of parts, which some templates require."""
-    messages = [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message["content"], str)
-        else message
-        for message in probe.messages
-    ]
-    return replace(probe, messages=tuple(messages))
-
-
 _SHOWN = 1500
 # Maximum number of answers in a probe for which the generation prompt of each answer is checked.
 _ALL_PROMPTS = 2
@@ -355,16 +273,14 @@ class VerificationError(ValueError):
     """An error for a chat format that gives a wrong loss mask for a probe."""
 
 
-def verify_family(
-    render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers, quiet: bool = False
-) -> dict[str, str]:
+def verify_family(render: Render, vocabulary: Vocabulary, markers: Markers, quiet: bool = False) -> dict[str, str]:
     """Verify the markers of a chat format on a tokenizer and its template.
 
     Markers without the role "assistant" are not verified.
 
     Args:
         render: Renders messages in the same way as the rows of a data set.
-        tokenizer: The tokenizer, or its vocabulary.
+        vocabulary: Vocabulary of the tokenizer.
         markers: Markers of the chat format on this tokenizer.
         quiet: True verifies only that reasoning can be excluded from training.
 
@@ -377,111 +293,86 @@ def verify_family(
     """
     if not any(role.role == ASSISTANT for role in markers.roles):
         return {}
-    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     proof = _Verification(render, vocabulary, markers)
     if not quiet:
         proof.plain_turns()
-        for group in (*GROUPS, *proof.spoofs()):
-            proof.optional(group)
+        for probe in (*PROBES, *proof.spoofs()):
+            proof.optional(probe)
     proof.thinking()
     return proof.unproven
 
 
-def leaking_roles(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[str]:
+def leaking_roles(render: Render, vocabulary: Vocabulary, markers: Markers) -> frozenset[str]:
     """Return the roles whose messages would be trained if they follow an assistant message.
 
-    Such a message is trained if turns have no end marker, and the template writes no start marker for its role.
-
-    Args:
-        render: Renders messages in the same way as the rows of a data set.
-        tokenizer: The tokenizer, or its vocabulary.
-        markers: Markers of the chat format on this tokenizer.
+    Such a message is trained if turns have no end marker, and the template writes no start marker for its role. The
+    arguments are those of `verify_family`.
     """
     if not any(role.role == ASSISTANT for role in markers.roles):
         return frozenset()
-    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
-    found = set()
-    for role in LATE_ROLES:
-        for probe in (late_message(role), as_parts(late_message(role))):
-            try:
-                ids = np.asarray(render(probe.messages), dtype=np.int64)
-            except ValueError:
-                continue
-            trained = trained_tokens(ids, scan(ids, markers), markers, MaskOptions())
-            kept = b"".join(vocabulary.spell(ids[trained].tolist())).decode(errors="replace")
-            found |= {role} if any(word in kept for word in probe.hidden) else set()
-    return frozenset(found)
+    probes = {role: late_message(role) for role in LATE_ROLES}
+    trained = {role: _trained(render, vocabulary, markers, probe, MaskOptions()) for role, probe in probes.items()}
+    return frozenset(role for role, probe in probes.items() if any(word in trained[role] for word in probe.hidden))
 
 
-def leaves_open(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary) -> bool:
-    """Return True if a template writes nothing after the last answer of a conversation.
+def _trained(
+    render: Render, vocabulary: Vocabulary, markers: Markers, probe: ProbeConversation, options: MaskOptions
+) -> str:
+    """Return the trained text of a probe; empty if the template refuses it."""
+    try:
+        rows = lay_out([render(probe.messages)])
+    except ValueError:
+        return ""
+    trained = rows.ids[trained_tokens(rows, scan(rows, markers), markers, options)]
+    return b"".join(vocabulary.spell(trained.tolist())).decode(errors="replace")
 
-    Args:
-        render: Renders messages in the same way as the rows of a data set.
-        tokenizer: The tokenizer, or its vocabulary.
-    """
-    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
-    for probe in (MAIN, as_parts(MAIN), ONE, as_parts(ONE)):
+
+def leaves_open(render: Render, vocabulary: Vocabulary) -> bool:
+    """Return True if a template writes nothing after the last answer; the arguments are those of `verify_family`."""
+    for probe in (MAIN, ONE):
         try:
             text = vocabulary.text(render(probe.messages))
         except ValueError:
             continue
-        last = _said(probe.messages[-1]["content"])
+        last = probe.expected[-1]
         if last in text:
             return text.rstrip().endswith(last)
     return False
 
 
-def end_tokens(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> frozenset[int]:
+def end_tokens(render: Render, vocabulary: Vocabulary, markers: Markers) -> frozenset[int]:
     """Return the control tokens at which generation may stop: those that end what the assistant says.
 
-    A message may be several turns, such as reasoning and an answer. An end marker between them is left out.
-
-    Args:
-        render: Renders messages in the same way as the rows of a data set.
-        tokenizer: The tokenizer, or its vocabulary.
-        markers: Markers of the chat format on this tokenizer.
+    A message may be several turns, such as reasoning and an answer. An end marker between them is left out. The
+    arguments are those of `verify_family`.
     """
-    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
     controls = {index for text, index in vocabulary.added.items() if not text.isspace()}
     ends = [end.ids for role in markers.roles if role.role == ASSISTANT for end in role.ends]
-    found = {next((index for index in ids if index in controls), None) for ids in ends}
-    for probe in (THINKING, as_parts(THINKING)) if found - {None} else ():
-        try:
-            row = np.asarray(render(probe.messages), dtype=np.int64)
-        except ValueError:
-            continue
-        spans = scan(row, markers)
-        speakers = [markers.roles[index].role == ASSISTANT for index in spans.role.tolist()]
-        for turn, (own, following) in enumerate(pairwise(speakers)):
-            if own and following:
-                found -= set(row[spans.end[turn] : spans.stop[turn]].tolist())
-    return frozenset(index for index in found if index is not None)
+    firsts = ([index for index in ids if index in controls][:1] for ids in ends)
+    tokens = set(chain.from_iterable(firsts))
+    try:
+        rows = lay_out([render(THINKING.messages)])
+    except ValueError:
+        return frozenset(tokens)
+    spans = scan(rows, markers)
+    speaks = [markers.roles[index].role == ASSISTANT for index in spans.role.tolist()]
+    for turn, (this, following) in enumerate(pairwise(speaks)):
+        if this and following:
+            tokens -= set(rows.ids[spans.end[turn] : spans.stop[turn]].tolist())
+    return frozenset(tokens)
 
 
-def user_header(render: Render, tokenizer: PreTrainedTokenizerBase | Vocabulary, markers: Markers) -> str:
+def user_header(render: Render, vocabulary: Vocabulary, markers: Markers) -> str:
     """Return the text around a user's words that would be trained if the role "user" is trained; empty if none.
 
-    Args:
-        render: Renders messages in the same way as the rows of a data set.
-        tokenizer: The tokenizer, or its vocabulary.
-        markers: Markers of the chat format on this tokenizer.
+    The arguments are those of `verify_family`.
     """
     if not any(role.role == "user" for role in markers.roles):
         return ""
-    vocabulary = tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary(tokenizer)
-    for probe in (ONE, as_parts(ONE)):
-        try:
-            ids = np.asarray(render(probe.messages), dtype=np.int64)
-        except ValueError:
-            continue
-        options = MaskOptions(roles_to_train=("user",), train_on_eos="none")
-        trained = ids[trained_tokens(ids, scan(ids, markers), markers, options)]
-        text = b"".join(vocabulary.spell(trained.tolist())).decode(errors="replace")
-        before, found, behind = text.partition(_said(probe.messages[0]["content"]))
-        if found:
-            return (before if before.strip(" ") else "") + (behind if behind.strip() else "")
-    return ""
+    options = MaskOptions(roles_to_train=("user",), train_on_eos="none")
+    text = _trained(render, vocabulary, markers, ONE, options)
+    before, words, behind = text.partition(ONE.messages[0]["content"])
+    return (before if before.strip(" ") else "") + (behind if behind.strip() else "") if words else ""
 
 
 @dataclass(frozen=True)
@@ -516,88 +407,74 @@ class _Verification:
     def plain_turns(self) -> None:
         """Check plain turns of user and assistant; if several turns fail, check single turns."""
         try:
-            self._required((MAIN,))
-            self._check_group((EDGES,))
+            self._required(MAIN)
+            self._check_probe(EDGES)
         except ValueError as error:
             # Require an end marker: otherwise a wrong one would pass if the template writes none after a single turn.
             self.must_end = isinstance(error, VerificationError)
             try:
-                self._required((ONE,))
+                self._required(ONE)
                 for probe in single_turns(EDGES):
-                    self._check_group((probe,))
+                    self._check_probe(probe)
             except ValueError:
                 raise error from None
             self.unproven[SEVERAL] = _first_line(error)
 
-    def optional(self, forms: Sequence[ProbeConversation]) -> None:
-        """Check the probe of a feature in the first form that the template accepts; record a failure."""
+    def optional(self, probe: ProbeConversation) -> None:
+        """Check the probe of a feature; record a failure."""
         try:
-            self._check_group(forms)
+            self._check_probe(probe)
         except VerificationError as error:
-            self.unproven.setdefault(forms[0].feature, _first_line(error))
+            self.unproven.setdefault(probe.feature, _first_line(error))
 
     def thinking(self) -> None:
         """Check that `train_thinking=False` excludes reasoning and keeps answers; record a failure."""
         if not any(exclusion.kind == "thinking" for exclusion in self.markers.exclusions):
             return
-        for words, group in ((THOUGHTS, (THINKING, as_parts(THINKING))), ((), (MAIN, as_parts(MAIN)))):
-            for form in group:
-                try:
-                    ids = self.render(form.messages)
-                except ValueError:
-                    continue
-                rendering = self._read(ids, MaskOptions(train_thinking=False))
-                if self._says_all(form, rendering.text):
-                    hidden = [word for word in words if any(word in turn for turn in rendering.turns)]
-                    lost = [word for word in ("maple", "hazel") if not any(word in turn for turn in rendering.turns)]
-                    if hidden or lost:
-                        self.unproven[QUIET] = f"train_thinking=False keeps {hidden} and loses {lost}"
-                    break
+        for words, probe in ((THOUGHTS, THINKING), ((), MAIN)):
+            try:
+                rendered = self._read(self.render(probe.messages), MaskOptions(train_thinking=False))
+            except ValueError:
+                continue
+            if all(text in rendered.text for text in probe.expected):
+                hidden = [word for word in words if any(word in turn for turn in rendered.turns)]
+                lost = [word for word in ("maple", "hazel") if not any(word in turn for turn in rendered.turns)]
+                if hidden or lost:
+                    self.unproven[QUIET] = f"train_thinking=False keeps {hidden} and loses {lost}"
 
-    def spoofs(self) -> tuple[tuple[ProbeConversation, ...], ...]:
-        """Return probes in which the user writes markers of the assistant, if these are control tokens."""
+    def spoofs(self) -> tuple[ProbeConversation, ...]:
+        """Return a probe in which the user writes markers of the assistant, if these are control tokens."""
         starts = [m.text for role in self.markers.roles if role.role == ASSISTANT for m in role.starts]
         controls = [text for text in dict.fromkeys(starts) if self.vocabulary.controls_in(text)]
         end = next(iter(self.ends), "")
-        return ((spoofed_markers([*controls, *(end + text for text in controls)]),),) if controls else ()
+        return (spoofed_markers([*controls, *(end + text for text in controls)]),) if controls else ()
 
-    def _required(self, forms: Sequence[ProbeConversation]) -> None:
-        refusal = self._check_group(forms)
+    def _required(self, probe: ProbeConversation) -> None:
+        refusal = self._check_probe(probe)
         if refusal is not None:
             raise ValueError(
                 f"The tokenizer {self.vocabulary.name!r} cannot be checked: {refusal}. Give it a chat template for "
                 "user and assistant in turn."
             ) from refusal
 
-    def _check_group(self, forms: Sequence[ProbeConversation]) -> ValueError | None:
-        """Check the first form that the template accepts; return the refusal if it accepts none."""
-        refusal: ValueError | None = None
-        for form in (*forms, *map(as_parts, forms)):
-            try:
-                ids = self.render(form.messages, form.tools)
-            except ValueError as error:
-                refusal = refusal or error
-                continue
-            shown = self._shown(form, ids)
-            if shown is not None:
-                if self._tells_roles(form, ids):
-                    self._check(form, shown)
-                    self._check_prompts(form, shown)
-                return None
-            refusal = refusal or ValueError("the chat template leaves out what the assistant says")
-            if not form.exact and self._tells_roles(form, ids):
-                # Check the words of other roles, even though the template leaves out words of the assistant.
-                self._check(replace(form, kept=()), self._read(ids, MaskOptions()))
-        return refusal
-
-    def _shown(self, probe: ProbeConversation, ids: Sequence[int]) -> RenderedTest | None:
-        """Return the rendered probe; None if the template leaves out text of the assistant."""
-        rendering = self._read(ids, MaskOptions())
-        if probe.exact and not self._says_all(probe, rendering.text):
+    def _check_probe(self, probe: ProbeConversation) -> ValueError | None:
+        """Check a probe; return the refusal if the template does not accept it."""
+        try:
+            ids = self.render(probe.messages, probe.tools)
+        except ValueError as error:
+            return error
+        rendered = self._read(ids, MaskOptions())
+        # The template may leave out text of the assistant.
+        needed = probe.expected if probe.exact else probe.kept[:2]
+        if all(text in rendered.text for text in needed):
+            if self._tells_roles(probe, ids):
+                self._check(probe, rendered)
+                self._check_prompts(probe, rendered)
             return None
-        if not probe.exact and any(word not in rendering.text for word in probe.kept[:2]):
-            return None
-        return rendering
+        if not probe.exact and self._tells_roles(probe, ids):
+            # Check the words of other roles all the same.
+            self._check(replace(probe, kept=()), rendered)
+        return ValueError("the chat template leaves out what the assistant says")
 
     def _tells_roles(self, probe: ProbeConversation, ids: Sequence[int]) -> bool:
         """Return False if the template renders a message of another role exactly like one of the assistant.
@@ -606,29 +483,25 @@ class _Verification:
         """
         for at, message in enumerate(probe.messages):
             if message["role"] not in (ASSISTANT, "user"):
-                said = {"role": ASSISTANT, "content": message["content"]}
+                spoken = _assistant(message["content"])
                 try:
-                    same = self.render([*probe.messages[:at], said, *probe.messages[at + 1 :]], probe.tools)
+                    same = self.render([*probe.messages[:at], spoken, *probe.messages[at + 1 :]], probe.tools)
                 except ValueError:
                     continue
                 if same == list(ids):
                     return False
         return True
 
-    def _says_all(self, probe: ProbeConversation, text: str) -> bool:
-        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
-        return all(one in text for one in said)
-
     def _read(self, ids: Sequence[int], options: MaskOptions) -> RenderedTest:
-        row = np.asarray(ids, dtype=np.int64)
+        rows = lay_out([ids])
         spelled = self.vocabulary.spell(list(ids))
-        spans = scan(row, self.markers)
-        trained = trained_tokens(row, spans, self.markers, options)
+        spans = scan(rows, self.markers)
+        trained = trained_tokens(rows, spans, self.markers, options)
         turns = []
         for start, content, stop in zip(spans.start.tolist(), spans.content.tolist(), spans.stop.tolist(), strict=True):
-            kept = b"".join(spelled[at] for at in range(content, stop) if trained[at])
-            if kept.strip() and any(trained[at] for at in range(content, max(content + 1, stop - 1))):
-                turns.append((self._overhang(spelled[start:content]) + kept).decode(errors="replace"))
+            text = b"".join(spelled[at] for at in range(content, stop) if trained[at])
+            if text.strip() and any(trained[at] for at in range(content, max(content + 1, stop - 1))):
+                turns.append((self._overhang(spelled[start:content]) + text).decode(errors="replace"))
         return RenderedTest(tuple(ids), b"".join(spelled).decode(errors="replace"), tuple(turns))
 
     def _overhang(self, spelled: Sequence[bytes]) -> bytes:
@@ -658,34 +531,33 @@ class _Verification:
                 self._fail(probe, rendering, f"{word!r}, which the assistant says, is not trained")
 
     def _check_turns(self, probe: ProbeConversation, rendering: RenderedTest) -> None:
-        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
-        if probe in (MAIN, ONE, as_parts(MAIN), as_parts(ONE)):
-            self._learn_leads(probe, rendering, said)
-        if len(said) != len(rendering.turns):
-            self._fail(probe, rendering, f"{len(rendering.turns)} turns are trained instead of {len(said)}")
+        if probe in (MAIN, ONE):
+            self._learn_leads(probe, rendering)
+        answers = probe.expected
+        if len(answers) != len(rendering.turns):
+            self._fail(probe, rendering, f"{len(rendering.turns)} turns are trained instead of {len(answers)}")
         ends = "|".join(map(re.escape, self.ends))
         leads = "|".join(map(re.escape, sorted(self.leads, key=len, reverse=True)))
-        for number, (one, turn) in enumerate(zip(said, rendering.turns, strict=True)):
-            cut = not self.must_end and number + 1 == len(said) and rendering.text.rstrip().endswith(one)
-            unended = self.unended or cut
-            end = f"(?:{ends})" if ends else ""
-            if not re.fullmatch(rf"\s*(?:{leads})\s*{re.escape(one)}\s*{end}{'?' if unended and end else ''}\s*", turn):
-                self._fail(probe, rendering, f"turn {number + 1} should be {one!r} and its end marker, not {turn!r}")
+        for number, (answer, turn) in enumerate(zip(answers, rendering.turns, strict=True)):
+            cut = not self.must_end and number + 1 == len(answers) and rendering.text.rstrip().endswith(answer)
+            end = (f"(?:{ends})?" if self.unended or cut else f"(?:{ends})") if ends else ""
+            if not re.fullmatch(rf"\s*(?:{leads})\s*{re.escape(answer)}\s*{end}\s*", turn):
+                self._fail(probe, rendering, f"turn {number + 1} should be {answer!r} and its end marker, not {turn!r}")
 
     def _check_prompts(self, probe: ProbeConversation, rendering: RenderedTest) -> None:
         """Check that no text of the generation prompt is trained, for answers whose text begins with the prompt."""
-        positions = [at for at, one in enumerate(probe.messages) if one["role"] == ASSISTANT]
+        positions = [at for at, message in enumerate(probe.messages) if message["role"] == ASSISTANT]
         if not probe.exact or self.trains_starts:
             return
         if len(positions) > _ALL_PROMPTS:
             # Check only answers that begin with a digit or a non-Latin letter: before them, a space at the end of the
             # prompt is a separate token, which might be trained.
-            said = {at: _said(probe.messages[at]["content"])[0] for at in positions}
-            positions = [at for at, first in said.items() if first.isdigit() or not first.isascii()]
+            firsts = {at: text[0] for at, text in zip(positions, probe.expected, strict=True)}
+            positions = [at for at, first in firsts.items() if first.isdigit() or not first.isascii()]
         spelled = self.vocabulary.spell(rendering.ids)
         stops = np.cumsum([len(piece) for piece in spelled])
-        row = np.asarray(rendering.ids, dtype=np.int64)
-        trained = trained_tokens(row, scan(row, self.markers), self.markers, MaskOptions())
+        rows = lay_out([rendering.ids])
+        trained = trained_tokens(rows, scan(rows, self.markers), self.markers, MaskOptions())
         for at in positions:
             try:
                 before, prompt = (
@@ -701,47 +573,40 @@ class _Verification:
                     what = b"".join(spelled[place] for place in np.flatnonzero(inside)).decode(errors="replace")
                     self._fail(probe, rendering, f"{what!r}, which the generation prompt writes, is trained")
 
-    def _learn_leads(self, probe: ProbeConversation, rendering: RenderedTest, said: Sequence[str]) -> None:
+    def _learn_leads(self, probe: ProbeConversation, rendering: RenderedTest) -> None:
         """Record the text between the generation prompt and each answer: the model generates it."""
         positions = [at for at, message in enumerate(probe.messages) if message["role"] == ASSISTANT]
-        for at, one in zip(positions, said, strict=True):
+        for at, answer in zip(positions, probe.expected, strict=True):
             try:
                 prompt = self.render(probe.messages[:at], add_generation_prompt=True)
             except ValueError:
                 continue
             text = b"".join(self.vocabulary.spell(prompt)).decode(errors="replace")
-            if rendering.text.startswith(text) and one in rendering.text[len(text) :]:
-                self.leads.add(rendering.text[len(text) :].split(one, 1)[0].strip())
+            if rendering.text.startswith(text) and answer in rendering.text[len(text) :]:
+                self.leads.add(rendering.text[len(text) :].split(answer, 1)[0].strip())
                 continue
-            self._learn_lead_without_thought(prompt, rendering, one)
+            self._learn_lead_without_thought(prompt, rendering, answer)
 
-    def _learn_lead_without_thought(self, prompt: Sequence[int], rendering: RenderedTest, said: str) -> None:
+    def _learn_lead_without_thought(self, prompt: Sequence[int], rendering: RenderedTest, answer: str) -> None:
         """Record the control tokens before an answer, for a generation prompt that begins reasoning instead."""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, rendering.ids, strict=False))
         shared = sum(1 for _ in same)
         (opening,) = self.vocabulary.spell(prompt[shared : shared + 1]) or (b"",)
         behind = b"".join(self.vocabulary.spell(rendering.ids[shared:])).decode(errors="replace")
-        lead, found, _ = behind.partition(said)
+        lead, written, _ = behind.partition(answer)
         words = lead
         for token in sorted(self.vocabulary.added, key=len, reverse=True):
             words = words.replace(token, "")
-        if found and not words.strip() and THOUGHT_WORD.search(opening.decode(errors="replace")):
+        if written and not words.strip() and THOUGHT_WORD.search(opening.decode(errors="replace")):
             self.leads.add(lead.strip())
 
     def _fail(self, probe: ProbeConversation, rendering: RenderedTest, what: str) -> None:
-        said = [_said(message["content"]) for message in probe.messages if message["role"] == ASSISTANT]
         raise VerificationError(
             f"The chat family {self.markers.family!r} does not fit the tokenizer {self.vocabulary.name!r} and its chat "
-            f"template. On {probe.name}, {what}.\nExpected: {said}, each with one of {list(self.ends)}\n"
+            f"template. On {probe.name}, {what}.\nExpected: {probe.expected}, each with one of {list(self.ends)}\n"
             f"Found: {list(rendering.turns)}\nRendered: {rendering.text[:_SHOWN]!r}\n"
             "Name the right `family`, or give `role_boundaries`."
         )
-
-
-def _said(content: object) -> str:
-    if isinstance(content, list):
-        return " ".join(str(part.get("text", "")).strip() for part in content)
-    return str(content or "").strip()
 
 
 def _first_line(error: Exception) -> str:

@@ -150,11 +150,11 @@ class Vocabulary:
             piece = "".join(_LETTER_OF_BYTE[byte] for byte in text)
         else:
             piece = text.decode(errors="ignore").replace(" ", SPACE_MARK if self._space_mark else " ")
-        found = {index for name, index in self._pieces.items() if name.startswith(piece)}
-        found |= {index for index, spelled in self._added_text.items() if spelled.startswith(text)}
+        ids = {index for name, index in self._pieces.items() if name.startswith(piece)}
+        ids |= {index for index, spelled in self._added_text.items() if spelled.startswith(text)}
         if not self._byte_level and len(text) == 1 and f"<0x{text[0]:02X}>" in self._pieces:
-            found.add(self._pieces[f"<0x{text[0]:02X}>"])
-        return frozenset(int(index) for index in found)
+            ids.add(self._pieces[f"<0x{text[0]:02X}>"])
+        return frozenset(int(index) for index in ids)
 
     @property
     def bos(self) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation, MalformedRow
 from lightning_protrain.data.sources.media import MEDIA_KINDS, check_media, count_media
-from lightning_protrain.data.sources.parse import RowFormat
+from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.tables import Table
 from lightning_protrain.progress import bar
 
@@ -81,7 +80,7 @@ class DatasetReport:
         why = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         return (
             f"{self.name}: {plural(self.num_kept, 'conversation')}, "
-            f"{''.join(f'{said}, ' for said in self.media)}"
+            f"{''.join(f'{counted}, ' for counted in self.media)}"
             f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained"
             f"{f'; {self.num_dropped} dropped ({why})' if why else ''}.{self.remarks()}"
         )
@@ -103,37 +102,10 @@ class DatasetReport:
         return f"{unended}{doubtful}{unwritten}"
 
 
-def count(
-    name: str,
-    family: str,
-    lengths: Sequence[int],
-    num_trained: int,
-    num_unended: int,
-    dropped: Iterable[str] | Mapping[str, int],
-    num_doubtful: int = 0,
-    num_unwritten: int = 0,
-    num_cut: int = 0,
-) -> DatasetReport:
-    """Return a report; arguments have the meaning of its attributes, except `lengths` and `dropped`.
-
-    `lengths` has the number of tokens of each kept conversation. `dropped` has the reason for each dropped
-    conversation, or maps each reason to a number of conversations.
-    """
-    reasons = Counter(dropped).most_common()
-    low, middle, high, most = np.percentile(lengths or [0], (0, 50, 95, 100), method="nearest")
-    return DatasetReport(
-        name,
-        family,
-        len(lengths),
-        tuple(reasons),
-        sum(lengths),
-        num_trained,
-        num_unended,
-        num_doubtful,
-        (int(low), int(middle), int(high), int(most)),
-        num_unwritten,
-        num_cut,
-    )
+def quartet(lengths: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return the minimum, median, 95th percentile and maximum of lengths; zeros if there are none."""
+    low, middle, high, most = np.percentile(lengths or [0], (0, 50, 95, 100), method="nearest").tolist()
+    return low, middle, high, most
 
 
 MAX_EXAMPLES = 5
@@ -229,17 +201,17 @@ def read_rows(
     if total == 0:
         raise ValueError(f"{name} has no rows. Give data, or leave it out.")
     check = _Check(row_format, on_malformed)
-    kept = []
+    places = []
     for place, (table, index, raw) in enumerate(bar(_raws(tables), "Reading", total, "row")):
         if check.is_good(table, index, raw):
-            kept.append(place)
-            if len(kept) == max_rows:
+            places.append(place)
+            if len(places) == max_rows:
                 break
     else:
         check.refuse_unseen_fields(name)
     malformed = MalformedRows(check.bad, tuple(check.examples))
-    _report(malformed, len(kept), name)
-    return ConversationRows(tables, row_format, np.asarray(kept, dtype=np.int64), malformed)
+    _report(malformed, len(places), name)
+    return ConversationRows(tables, row_format, np.asarray(places, dtype=np.int64), malformed)
 
 
 def _raws(tables: Sequence[Table]) -> Iterator[tuple[Table, int, Any]]:
@@ -300,7 +272,7 @@ class _Check:
     def refuse_unseen_fields(self, name: str) -> None:
         if self.unseen:
             names = ", ".join(map(repr, sorted(self.unseen)))
-            near = {match for each in self.unseen for match in get_close_matches(each, self.seen, n=1)}
+            near = {match for field in self.unseen for match in get_close_matches(field, self.seen, n=1)}
             raise ValueError(
                 f"`fields` names {names}, which no row of {name} has. Correct the name"
                 f"{f' (the nearest is {min(near)!r})' if near else ''}, or remove it."

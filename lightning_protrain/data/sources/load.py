@@ -26,7 +26,7 @@ from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.hub import hub_file, hub_refusals, is_path, nearest_path, wait_for_hub
 from lightning_protrain.data.sources.dataset import ConversationRows, read_rows
-from lightning_protrain.data.sources.parse import RowFormat
+from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 from lightning_protrain.data.sources.tables import SUFFIXES, ArrowTable, RowList, Table, open_table
 
@@ -201,16 +201,16 @@ class Source:
         Raises:
             ValueError: If "train" has fewer than two rows and must be divided.
         """
-        found = dict(self.splits)
-        if "validation" not in found and val_fraction > 0:
+        splits = dict(self.splits)
+        if "validation" not in splits and val_fraction > 0:
             try:
-                train, validation = split_indices(len(found["train"]), val_fraction, seed)
+                train, validation = split_indices(len(splits["train"]), val_fraction, seed)
             except ValueError as error:
                 raise ValueError(f"{self.spec.label!r}: {error}") from error
-            found["train"], found["validation"] = found["train"].select(train), found["train"].select(validation)
-        if "validation" in found:
-            found.setdefault("test", found["validation"])
-        return found
+            splits["train"], splits["validation"] = splits["train"].select(train), splits["train"].select(validation)
+        if "validation" in splits:
+            splits.setdefault("test", splits["validation"])
+        return splits
 
 
 def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -330,8 +330,8 @@ def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
     """Open a folder: one written by `save_to_disk`, or one with data files of one suffix."""
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _saved_splits(folder)
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
-    files = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
+    files = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     # Beside data files of another suffix, .json files are metadata.
     kinds = {path.suffix for path in files} - {".json"} or {path.suffix for path in files}
     if len(kinds) > 1:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from PIL import Image
 
 from lightning_protrain.config import plural
-from lightning_protrain.data.conversation import Conversation, MalformedRow, Media, MediaKind, Message, Samples
+from lightning_protrain.data.conversation import Conversation, MalformedRow, Media, MediaKind, Message, Samples, text_of
 from lightning_protrain.data.sources.audio import audio_length, samples
 from lightning_protrain.data.sources.images import check_image
 from lightning_protrain.data.sources.video import video_header
@@ -53,7 +53,7 @@ def place_media(
     others = [message for message in messages if message["role"] != "assistant"]
     for kind in MEDIA_KINDS:
         parts = [part for part in _media_parts(messages) if part["type"] == kind]
-        spots = sum(_text(message).count(f"<{kind}>") for message in others) if f"<{kind}>" in written else 0
+        spots = sum(text_of(message).count(f"<{kind}>") for message in others) if f"<{kind}>" in written else 0
         if parts and spots:
             raise MalformedRow(
                 f"{where}: {len(parts)} {kind} parts and {spots} times <{kind}> in the text. Use one of the two."
@@ -67,11 +67,6 @@ def place_media(
 def _media_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
     return [part for content in contents for part in content if part["type"] != "text"]
-
-
-def _text(message: Message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
 
 def _divide(message: Message, placeholders: str) -> None:
@@ -159,9 +154,9 @@ def media_source(kind: MediaKind, value: Any, folder: Path, where: str) -> str |
         return bytes(value)
     if isinstance(value, str | Path) and str(value):
         return _from_text(str(value), folder, where)
-    said = "null" if value is None else f"a {type(value).__name__}"
+    what = "null" if value is None else f"a {type(value).__name__}"
     also = " or a PIL image" if kind == "image" else ""
-    raise MalformedRow(f"{where} is {said}. Give a path{',' if also else ' or'} bytes{also}.")
+    raise MalformedRow(f"{where} is {what}. Give a path{',' if also else ' or'} bytes{also}.")
 
 
 def _from_text(text: str, folder: Path, where: str) -> str | bytes:
@@ -193,9 +188,9 @@ def _from_data_url(text: str, where: str) -> bytes:
 def named_media(media: Sequence[Media], where: str) -> Iterator[tuple[Media, str]]:
     """Yield each medium of a conversation with its name for messages, such as "data.jsonl, line 3, image 0"."""
     seen: Counter[MediaKind] = Counter()
-    for one in media:
-        yield one, f"{where}, {one.kind} {seen[one.kind]}"
-        seen[one.kind] += 1
+    for medium in media:
+        yield medium, f"{where}, {medium.kind} {seen[medium.kind]}"
+        seen[medium.kind] += 1
 
 
 def check_media(conversation: Conversation, where: str) -> None:
@@ -205,11 +200,11 @@ def check_media(conversation: Conversation, where: str) -> None:
         MalformedRow: If a medium does not exist, cannot be read, or is truncated.
         ValueError: If a package for reading audio or videos is not installed.
     """
-    for one, name in named_media(conversation.get("media", ()), where):
-        source: Any = one.source
-        if one.kind == "image":
+    for medium, name in named_media(conversation.get("media", ()), where):
+        source: Any = medium.source
+        if medium.kind == "image":
             check_image(source, name)
-        elif one.kind == "audio":
+        elif medium.kind == "audio":
             audio_length(source, 1, name)
         else:
             video_header(source, name)

@@ -41,7 +41,7 @@ class DatasetSpec:
         format: Format of the rows; "auto" detects it for each row from the columns, and refuses ambiguous rows.
         fields: Map from standard names (`ROW_FIELDS`, `MESSAGE_FIELDS`) to the names of columns and message keys in
             the data.
-        roles: Map from role names in the data to standard roles; it extends `parse.ROLE_NAMES`.
+        roles: Map from role names in the data to standard roles; it extends `messages.ROLE_NAMES`.
         images_dir: Folder to which relative paths of images, audio and videos refer; None means the folder of the data
             file.
         on_malformed: "error" raises for a row that is not a valid conversation; "skip" leaves the row out.
@@ -88,10 +88,10 @@ class DatasetSpec:
     processor_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given = self.path if isinstance(self.path, list | tuple) else [self.path]
-        if not all(isinstance(each, str | PathLike) for each in given):
+        paths = self.path if isinstance(self.path, list | tuple) else [self.path]
+        if not all(isinstance(path, str | PathLike) for path in paths):
             raise ValueError(f"path={self.path!r}: give text or a list of texts.")
-        names = [fspath(each) for each in given]
+        names = [fspath(path) for path in paths]
         object.__setattr__(self, "path", names if isinstance(self.path, list | tuple) else names[0])
         if not self.path or not all(names):
             raise ValueError(f"path={self.path!r} names no data set. Give a file, a folder or a name on the Hub.")
@@ -148,7 +148,7 @@ def dataset_spec(dataset: Any) -> DatasetSpec:
     if not isinstance(dataset, Mapping):
         return DatasetSpec(path=dataset)
     for key in dataset:
-        _check_choice("dataset", key, [each.name for each in fields(DatasetSpec)])
+        _check_choice("dataset", key, [attribute.name for attribute in fields(DatasetSpec)])
     return DatasetSpec(**dataset)
 
 

@@ -89,7 +89,7 @@ def open_frames(source: VideoSource, indices: Sequence[int], where: str) -> NDAr
     """
     av = optional("av")
     wanted = [int(index) for index in indices]
-    found: dict[int, Any] = {}
+    frames: dict[int, Any] = {}
     try:
         with _opened(av, source) as (container, stream):
             width, height = _checked_size(stream.width, stream.height)
@@ -98,10 +98,10 @@ def open_frames(source: VideoSource, indices: Sequence[int], where: str) -> NDAr
             distinct = set(wanted)
             for number, frame in enumerate(islice(container.decode(stream), wanted[-1] + 1)):
                 if number in distinct:
-                    found[number] = frame.to_ndarray(format="rgb24", width=width, height=height)
-            if len(found) < len(distinct):
+                    frames[number] = frame.to_ndarray(format="rgb24", width=width, height=height)
+            if len(frames) < len(distinct):
                 raise ValueError(f"Frame {wanted[-1]} is missing.")
-            return np.stack([found[index] for index in wanted])
+            return np.stack([frames[index] for index in wanted])
     except (*_UNREADABLE, av.FFmpegError) as error:
         raise not_opened(source, where, _why(error)) from error
 
