@@ -43,7 +43,13 @@ from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, kernel_of, trial_step
 from lightning_protrain.runtime.optim.step import steps_parameters_alone
-from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
+from lightning_protrain.strategy.profile_step import (
+    STEP_ERRORS,
+    NoBatchError,
+    batch_to_plan_with,
+    undisturbed,
+    with_loss,
+)
 
 # The first micro-batch records the order of blocks, by which the second one prefetches; the allocator still grows then
 # (on an H100, the second micro-batch of an 8B model took 1.39 s, and a step of the training that followed 1.03 s).
@@ -204,9 +210,12 @@ def rehearse(
         raise NotRehearsed("Under manual optimization the module calls backward itself.")
     if trainer.world_size > 1 and trainer.accumulate_grad_batches == 1:
         _refuse_own_gradients(runtime, spare_host_bytes)
-    batch = batch_to_plan_with(trainer, everywhere=True)
-    if batch is None or is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
-        raise NotRehearsed("No batch can be taken ahead of training.")
+    if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
+        raise NotRehearsed("`training_step` takes batches itself, from `dataloader_iter`.")
+    try:
+        batch = batch_to_plan_with(trainer, everywhere=True)
+    except NoBatchError as error:
+        raise NotRehearsed(str(error)) from error
     batch = move_data_to_device(batch, device.torch_device)
     takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
     own = partial(model.training_step, batch, *([0] if takes_index else []))
