@@ -34,7 +34,7 @@ from torch import nn
 
 from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.blocks import is_compiled
-from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode, lifting_functions
+from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode, StepMode, lifting_functions
 from lightning_protrain.profiler.one_rank import on_one_rank as on_one_rank
 from lightning_protrain.profiler.real_mode import RealMode
 from lightning_protrain.profiler.recorder import Recorder, in_backward
@@ -192,7 +192,7 @@ def profile_model(
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
-    mode: MetaMode | RealMode = MetaMode(tensors, device, capability)
+    mode = MetaMode(tensors, device, capability)
     step = step or synthetic_step(model)
 
     def whole_step() -> object:
@@ -218,7 +218,7 @@ def _recorded_step(
     layout: ModelLayout,
     step: Callable[[], object],
     slices: Slices | None,
-    mode: MetaMode | RealMode,
+    mode: StepMode,
 ) -> ModelProfile:
     """Run forward and backward under `mode`, and return the profile."""
     parameters = {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
-from lightning_protrain.profiler.fake_mode import Observer, ShapeTensor
+from lightning_protrain.profiler.fake_mode import ShapeTensor, StepMode
 from lightning_protrain.profiler.op_kinds import is_product
 from lightning_protrain.profiler.ops import count_flops, operation_cost, tensors_in, written_tensors
 from lightning_protrain.profiler.records import (
@@ -478,25 +478,6 @@ def _alive(activations: Iterable[Activation]) -> int:
 _ATEN = torch.ops.aten
 
 
-class Mode(Protocol):
-    """A dispatch mode that runs a step and replaces the model's tensors by stand-ins: MetaMode or RealMode."""
-
-    scopes: list[str]
-    observer: Observer | None
-
-    def lifted(self) -> AbstractContextManager[Any]:
-        """Return a function mode that replaces tensors by stand-ins, for code where PyTorch disables function modes."""
-
-    def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Return the storage of the tensor's stand-in."""
-
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of a tensor."""
-
-    def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """Return a copy of a parameter's gradient that does not count as an activation, or None."""
-
-
 def in_backward() -> bool:
     """Return True if backward runs on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -514,7 +495,7 @@ class Call:
 
 
 class Recorder:
-    """A recorder of one step, the observer of a `Mode`.
+    """A recorder of one step, the observer of a `StepMode`.
 
     Args:
         mode: Mode that runs the step.
@@ -524,7 +505,11 @@ class Recorder:
     """
 
     def __init__(
-        self, mode: Mode, parameters: Mapping[str, Tensor], buffers: Iterable[Tensor], compiled: Collection[str] = ()
+        self,
+        mode: StepMode,
+        parameters: Mapping[str, Tensor],
+        buffers: Iterable[Tensor],
+        compiled: Collection[str] = (),
     ) -> None:
         self._mode = mode
         self._named = parameters
@@ -559,7 +544,7 @@ class Recorder:
         return self._mode.observer is self
 
     def lifted(self) -> AbstractContextManager[Any]:
-        """Return the function mode of `Mode.lifted`."""
+        """Return the function mode of `StepMode.lifted`."""
         return self._mode.lifted()
 
     @contextmanager
