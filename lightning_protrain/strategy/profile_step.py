@@ -197,7 +197,7 @@ def _first_batch(trainer: Trainer, undo: ExitStack, skip: int) -> Any:
     if any(refusals):
         raise NoBatchError(f"{next(filter(None, refusals))}.")
     undo.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, *loaders))  # type: ignore[attr-defined]
-    for part in (part for loader in loaders for part in _sampler_parts(loader.batch_sampler or loader.sampler)):
+    for part in (part for loader in loaders for part in _sampler_parts(loader._index_sampler)):
         if type(part) is np.ndarray and part.flags.writeable:
             undo.callback(np.copyto, part, part.copy())
         elif isinstance(part, torch.Tensor):
@@ -265,7 +265,7 @@ def _refusal(loader: Any) -> str:
         return f"{name} iterates in a way of its own"
     if isinstance(loader.dataset, IterableDataset):
         return f"{type(loader.dataset).__name__} is an iterable dataset"
-    if any(isinstance(part, Iterator) for part in _sampler_parts(loader.batch_sampler or loader.sampler)):
+    if any(isinstance(part, Iterator) for part in _sampler_parts(loader._index_sampler)):
         return f"the sampler of {name} can be iterated only once"
     return ""
 
