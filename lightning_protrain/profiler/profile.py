@@ -244,7 +244,6 @@ def _recorded_step(
             outputs = step()
         recorder.run_backward(outputs)
         del outputs
-    recorder.check_conserved()
     profile = recorder.profile()
     return profile if slices is None else replace(profile, slice_tokens=slices.tokens)
 
@@ -257,16 +256,16 @@ def _uncompiled() -> AbstractContextManager[Any]:
 def _slicing(name: str, forward: Callable[..., Any], slices: Slices, recorder: Recorder) -> Callable[..., Any]:
     """Return a forward that runs on slices of the tokens if it can."""
 
-    def run(given: torch.Tensor) -> Any:
+    def run(rows: torch.Tensor) -> Any:
         with recorder.lifted() if in_backward() else nullcontext():
-            return forward(given)
+            return forward(rows)
 
     @functools.wraps(forward)
     def sliced(*args: Any, **kwargs: Any) -> Any:
-        made = None
+        result = None
         if slices.divide(args, kwargs) and recorder.observes:
-            made = recorder.sliced(name, run, args[0], slices)
-        return forward(*args, **kwargs) if made is None else made
+            result = recorder.sliced(name, run, args[0], slices)
+        return forward(*args, **kwargs) if result is None else result
 
     return sliced
 
