@@ -283,7 +283,7 @@ def _sampler_parts(sampler: object) -> Iterator[object]:
 
 def _first_of(loader: DataLoader[Any], in_order: bool, skip: int) -> Any:
     """Return batch number `skip` of a loader; if the loader has workers, one worker process reads it and ends."""
-    settings = {
+    settings: dict[str, Any] = {
         "num_workers": min(loader.num_workers, 1),
         "persistent_workers": False,
         "pin_memory": False,
