@@ -35,13 +35,11 @@ from torch import nn
 from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.blocks import is_compiled
 from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode, StepMode, lifting_functions
-from lightning_protrain.profiler.one_rank import on_one_rank as on_one_rank
+from lightning_protrain.profiler.one_rank import on_one_rank
 from lightning_protrain.profiler.real_mode import RealMode
 from lightning_protrain.profiler.recorder import Recorder, in_backward
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitInfo
 from lightning_protrain.profiler.row_wise import Slices
-from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_batch
-from lightning_protrain.profiler.synthetic import synthetic_step
 from lightning_protrain.progress import waiting
 
 # Items of containers with more items are not visited, because they are assumed to be data.
@@ -83,6 +81,7 @@ def _walk(roots: tuple[object, ...]) -> Iterator[_Undo]:
     """Yield functions that restore the reachable objects, in order of distance from the roots."""
     seen: dict[int, object] = {}
     queue: deque[Any] = deque(roots)
+    entered = set(map(id, roots))
     while queue and len(seen) < MAX_OBJECTS:
         held = queue.popleft()
         kind = type(held)
@@ -95,7 +94,7 @@ def _walk(roots: tuple[object, ...]) -> Iterator[_Undo]:
             content = _content(held, base)
             yield functools.partial(_put_back, held, base, content)
             queue.extend(content if base.__len__(held) <= MAX_ITEMS else ())
-        if _is_open(kind) or any(held is root for root in roots):
+        if id(held) in entered or _is_open(kind):
             if type(values := getattr(held, "__dict__", None)) is dict:
                 queue.append(values)
             yield from _slots(held, kind, queue)
@@ -159,7 +158,7 @@ def _warn(message: str) -> None:
 def profile_model(
     model: nn.Module,
     layout: ModelLayout,
-    step: Callable[[], object] | None = None,
+    step: Callable[[], object],
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     capability: Capability | None = None,
@@ -176,8 +175,7 @@ def profile_model(
         model: The model; it may be on the meta device. A trace does not read its parameters.
         layout: Result of `describe_model`.
         step: Runs forward and loss on the model with a real batch, and returns the loss or a mapping with the key
-            `"loss"`, like `training_step`. This function runs backward if `step` does not. None means a step of a
-            transformers model on a synthetic batch, see [Note: Synthetic batches].
+            `"loss"`, like `training_step`. This function runs backward if `step` does not.
         forward_context: Context of the step, such as the autocast of the precision.
         device: Device of the step, which determines kernels and autocast rules; it must be available.
         capability: Compute capability of an absent CUDA GPU to plan for; determines the attention kernels of a trace,
@@ -186,14 +184,12 @@ def profile_model(
         slices: Run row-wise modules of units on slices of the tokens, see [Note: Slices] in row_wise.py; None: do not.
 
     Raises:
-        ValueError: If no synthetic batch can be made for the model.
         UntraceableError: If the device is not available, or the step cannot be traced and `log_once` is None. Errors of
             the step itself are raised unchanged.
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
     mode = MetaMode(tensors, device, capability)
-    step = step or synthetic_step(model)
 
     def whole_step() -> object:
         with forward_context():
@@ -227,7 +223,7 @@ def _recorded_step(
     mode.observer = recorder
     # Modes belong to a thread, but autograd would run backward of GPU tensors on another thread.
     with (
-        unchanged(model),
+        unchanged(*model.modules()),
         _uncompiled(),
         mode,
         lifting_functions(mode.lifted()),

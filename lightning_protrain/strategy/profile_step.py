@@ -35,10 +35,11 @@ from torchmetrics import Metric, MetricCollection
 from lightning_protrain.profiler.blocks import compiled_parameters
 from lightning_protrain.profiler.fake_mode import UntraceableError
 from lightning_protrain.profiler.gpu_specs import capability
-from lightning_protrain.profiler.profile import on_one_rank, profile_model, synthetic_batch, unchanged
+from lightning_protrain.profiler.one_rank import on_one_rank
+from lightning_protrain.profiler.profile import profile_model, unchanged
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
 from lightning_protrain.profiler.row_wise import Slices
-from lightning_protrain.profiler.synthetic import LENGTH, enlarged, size_of
+from lightning_protrain.profiler.synthetic import LENGTH, enlarged, size_of, synthetic_batch
 from lightning_protrain.runtime.recompute import stop_caching
 from lightning_protrain.runtime.slices import run_in_slices
 
@@ -91,9 +92,6 @@ class SyntheticData(IterableDataset[Any]):
         return 1  # With a length, Lightning prefetches no batch, and the number of steps is finite.
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._refuse()
-
-    def _refuse(self) -> Iterator[Any]:
         raise ValueError("There is no training data: a batch that is made for a model is for planning only. Give data.")
 
 
@@ -565,7 +563,7 @@ def undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterato
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
         settings = [optimizer.param_groups for optimizer in trainer.optimizers]
-        undo.enter_context(unchanged(model, trainer.datamodule, batch, settings))  # type: ignore[attr-defined]
+        undo.enter_context(unchanged(*model.modules(), trainer.datamodule, batch, settings))  # type: ignore[attr-defined]
         undo.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         for module in list(model.modules()):

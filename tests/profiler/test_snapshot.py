@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_protrain.profiler import profile
+from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import MAX_ITEMS, unchanged
 
 
@@ -298,3 +300,10 @@ def test_what_is_attached_to_a_tensor_is_put_back() -> None:
     assert module.weight.state is state
     assert state.scale is inner
     assert not hasattr(module.weight, "more")
+
+
+def test_every_module_of_a_large_model_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "MAX_OBJECTS", 100)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(20)))
+    profile.profile_model(model, describe_model(model), lambda: model(torch.ones(1, 2)).sum())
+    assert not any("forward" in vars(module) for module in model.modules())
