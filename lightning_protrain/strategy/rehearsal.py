@@ -28,7 +28,6 @@ from lightning_protrain.planner.memory_timeline import measured_alpha
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.request import PlanRequest
-from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.strategy.rehearsal_cache import RehearsalCache
 from lightning_protrain.strategy.rehearsed_step import (
@@ -80,8 +79,8 @@ class Rehearsal:
     def __init__(self, folder: Path, is_measured: bool = False) -> None:
         self._folder = folder
         self._is_measured = is_measured
-        # On rank 0, rates without corrections of earlier runs.
-        self._measured: HardwareProfile | None = None
+        # On rank 0, the request without corrections of earlier runs.
+        self._uncorrected: PlanRequest | None = None
         self._cache: RehearsalCache | None = None
 
     def recall(self, request: PlanRequest, machine: Mapping[str, Any]) -> PlanRequest:
@@ -93,8 +92,8 @@ class Rehearsal:
         """
         profile = request.workload.profile
         knows = profile is not None and request.searches()
-        if knows and self._is_measured and profile is not None:
-            self._measured = request.node.measure(profile)
+        if knows and self._is_measured:
+            self._uncorrected = request
         mine = RehearsalCache.read(self._folder, machine, request) if knows else None
         self._cache = gather(mine, "what earlier runs have measured")[0]
         return request if self._cache is None else self._cache.applied_to(request)
@@ -173,7 +172,7 @@ class Rehearsal:
     def _search_again(self, request: PlanRequest, plan: Plan, measured: Rehearsed) -> tuple[PlanRequest, Plan]:
         """Return the request with corrected rates, and the plan of a new search."""
         before = request.expects(plan)
-        request, odd = _corrected(request, plan, measured, self._measured)
+        request, odd = _corrected(request, plan, measured, self._uncorrected)
         now = request.expects(plan)
         better = _better(request, plan, now)
         message = f"The plan was rehearsed: {_compared(measured, now, before)}."
@@ -251,7 +250,7 @@ def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
 
 
 def _corrected(
-    request: PlanRequest, plan: Plan, measured: Rehearsed, rates: HardwareProfile | None = None
+    request: PlanRequest, plan: Plan, measured: Rehearsed, uncorrected: PlanRequest | None = None
 ) -> tuple[PlanRequest, Sequence[str]]:
     """Return the request with the rates and the fragmentation factor that explain the measurements.
 
@@ -259,7 +258,7 @@ def _corrected(
         request: Request that the plan answers.
         plan: Plan that was rehearsed.
         measured: Measurements of the rehearsal.
-        rates: Rates that bound the corrections, see `within_bounds`; None: no bounds.
+        uncorrected: Request with the rates that bound the corrections, see `within_bounds`; None: no bounds.
 
     Returns:
         The request, and a phrase for each resource whose correction is out of bounds.
@@ -267,6 +266,7 @@ def _corrected(
     problem, profile, workload = request.here(), request.workload.profile, request.workload
     assert profile is not None
     before = request.node.measure(profile)
+    rates = None if uncorrected is None else uncorrected.node.measure(profile)
     corrected, odd = within_bounds(rates, before, measured.correct(problem, plan, before))
     if measured.peak_bytes is not None and problem.hardware.asynchronous:
         alpha = measured_alpha(problem, plan, measured.peak_bytes, measured.steps)
