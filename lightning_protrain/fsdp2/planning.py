@@ -27,7 +27,7 @@ from lightning_protrain.planner.problem import layout_alpha
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
-from lightning_protrain.strategy.profile_step import batch_to_plan_with, profile_training_step
+from lightning_protrain.strategy.profile_step import profile_training_step
 
 # Fraction of the free device memory that a plan may use without a profile of activations.
 SHARE_OF_STATES = 0.7
@@ -210,9 +210,6 @@ class FSDPSession:
     def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
         """Return the profile of a training step on rank 0; None on other ranks, or if the step cannot be profiled."""
         with failing_together("Profiling a training step"):
-            if trainer.global_rank:  # Only rank 0 profiles.
-                batch_to_plan_with(trainer)
-                return None
             return profile_training_step(trainer, layout, otherwise=_STATES_ALONE)
 
 

@@ -15,9 +15,10 @@ function gets it as an argument.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -77,21 +78,6 @@ class Observer(Protocol):
         """Return a context for one call of `scaled_dot_product_attention`."""
 
 
-class FakeSource(Protocol):
-    """A dispatch mode that provides stand-ins: MetaMode or RealMode."""
-
-    observer: Observer | None
-
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of `tensor`, or `tensor` itself if it needs none."""
-
-    def check_read(self, name: str, value: object) -> None:
-        """Handle a call of the method `name` of the tensor `value` that reads its memory."""
-
-    def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call `scaled_dot_product_attention`."""
-
-
 class StandIns(TorchFunctionMode):
     """A function mode that replaces tensors in the arguments of every function by their stand-ins.
 
@@ -99,7 +85,7 @@ class StandIns(TorchFunctionMode):
         source: Mode that provides the stand-ins.
     """
 
-    def __init__(self, source: FakeSource) -> None:
+    def __init__(self, source: StepMode) -> None:
         super().__init__()
         self._source = source
 
@@ -211,10 +197,114 @@ class ShapeTensor(Tensor):
         return f"ShapeTensor({tuple(self.shape)}, {self.dtype}, device={str(self.device)!r})"
 
 
-class MetaMode(TorchDispatchMode):
-    """A dispatch mode that traces the code of this thread with fake tensors; see [Note: Tensors without values].
+class StepMode(TorchDispatchMode, ABC):
+    """A dispatch mode that runs code of this thread with stand-ins for the model's tensors: MetaMode or RealMode.
 
     At its end, random states and all tensors that existed before are restored, including their versions.
+
+    Args:
+        device: Device of the stand-ins.
+
+    Attributes:
+        observer: Receiver of all events, or None.
+        scopes: Names of the running units, innermost last, for messages; set by the recorder.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.observer: Observer | None = None
+        self.scopes: list[str] = []
+        self._undo = ExitStack()
+        self._journal: dict[int, object] = {}
+        # By address of a storage from outside: the storage, and the storage of its stand-in.
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+        # Real storages that were allocated within the mode.
+        self._own: set[StorageWeakRef] = set()
+        self._lift = StandIns(self)
+
+    def __enter__(self) -> Self:
+        self._undo.callback(random.setstate, random.getstate())
+        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (the global generator)
+        self._undo.callback(torch.set_rng_state, torch.get_rng_state())
+        if self.device.type != "cpu":
+            states = torch.get_device_module(self.device)
+            self._undo.callback(states.set_rng_state, states.get_rng_state(self.device), self.device)
+        self._lift.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._lift.__exit__(*exception)
+        with torch.no_grad():
+            self._undo.close()
+        # Release the references to outside tensors.
+        for references in (self._journal, self._storages, self._stand_ins, self._own):
+            references.clear()
+
+    def lifted(self) -> StandIns:
+        """Return a function mode that replaces tensors by stand-ins, for code where PyTorch disables function modes."""
+        return StandIns(self)
+
+    def storage(self, tensor: Tensor) -> torch.UntypedStorage:
+        """Return the storage of the tensor's stand-in; its meta storage in a trace."""
+        with torch._C.DisableTorchFunction():
+            storage = (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
+        return self._storages.get(storage._cdata, (storage, storage))[1]
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """Return the stand-in of a tensor from outside the step, or `tensor` itself if it needs none."""
+        known = self._stand_ins.get(id(tensor))
+        if known is not None:
+            return known[1]
+        with torch._C.DisableTorchFunction():
+            return self._replace(tensor) if self._needs_stand_in(tensor) else tensor
+
+    def _replace(self, tensor: Tensor) -> Tensor:
+        with torch._C._DisableTorchDispatch():
+            stand_in = self._make(tensor)
+        # Keep a reference, so that the tensor's id is not reused.
+        self._stand_ins[id(tensor)] = tensor, stand_in
+        return stand_in
+
+    @abstractmethod
+    def _needs_stand_in(self, tensor: Tensor) -> bool: ...
+
+    @abstractmethod
+    def _make(self, tensor: Tensor) -> Tensor:
+        """Return a stand-in; tensors that share memory get stand-ins that share memory."""
+
+    @abstractmethod
+    def check_read(self, name: str, value: object) -> None:
+        """Handle a call of the method `name` of the tensor `value` that reads its memory."""
+
+    def elsewhere(self, gradient: Tensor) -> Tensor | None:
+        """Return a copy of a parameter's gradient that does not count as an activation; None: it would take memory."""
+        return None
+
+    def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call `scaled_dot_product_attention`, with the device's own kernels."""
+        return func(*args, **kwargs)
+
+    def _remember(self, tensor: Tensor, has_values: bool = True) -> None:
+        """Store values, shape and version of a tensor from outside the step before it changes, to restore them."""
+        storage = tensor.untyped_storage()
+        if StorageWeakRef(storage) in self._own:
+            return
+        if id(tensor) not in self._journal and not tensor.is_inference():
+            self._journal[id(tensor)] = tensor
+            self._undo.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+            if has_values:
+                self._undo.callback(tensor.as_strided_, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if storage._cdata not in self._journal and has_values:
+            self._journal[storage._cdata] = storage
+            self._undo.callback(storage.copy_, storage.clone())
+
+
+class MetaMode(StepMode):
+    """A dispatch mode that traces the code of this thread with fake tensors; see [Note: Tensors without values].
 
     Args:
         unknown: Tensors that get stand-ins, even if they are integers or of one element: parameters and
@@ -222,10 +312,6 @@ class MetaMode(TorchDispatchMode):
         device: Device that fake tensors report. It must be available, because autograd uses its streams.
         capability: Compute capability of an absent CUDA device to plan for; determines the attention kernels, see
             [Note: Attention kernels]. None means the kernels of `device`.
-
-    Attributes:
-        observer: Receiver of all events, or None.
-        scopes: Names of the running units, innermost last, for messages; set by the recorder.
 
     Raises:
         UntraceableError: If the device is not available.
@@ -237,51 +323,15 @@ class MetaMode(TorchDispatchMode):
         device: torch.device | str = "cpu",
         capability: Capability | None = None,
     ) -> None:
-        super().__init__()
-        self.device = torch.device(device)
+        super().__init__(torch.device(device))
         self._capability = capability
         if not torch.get_device_module(self.device).is_available():
             raise UntraceableError(
                 f"A trace for {str(self.device)!r} needs that device, because autograd uses its streams. Trace for "
                 "'cpu', with the autocast of the CPU."
             )
-        self.observer: Observer | None = None
-        self.scopes: list[str] = []
-        self._undo = ExitStack()
-        self._journal: dict[int, tuple[Any, object]] = {}
-        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._stand_ins: dict[int, tuple[Tensor, ShapeTensor]] = {}
-        # Real storages that were allocated within the mode.
-        self._own: set[StorageWeakRef] = set()
-        self._lift = StandIns(self)
         for tensor in unknown:
             self._replace(tensor)
-
-    def __enter__(self) -> MetaMode:
-        self._undo.callback(random.setstate, random.getstate())
-        self._undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (the global generator)
-        self._undo.callback(torch.set_rng_state, torch.get_rng_state())
-        self._lift.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._lift.__exit__(*exception)
-        self._undo.close()
-        # Release the references to outside tensors.
-        for known in (self._journal, self._storages, self._stand_ins, self._own):
-            known.clear()
-
-    def lifted(self) -> StandIns:
-        """Return a function mode that replaces tensors by stand-ins, for code where PyTorch disables function modes."""
-        return StandIns(self)
-
-    def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Return the storage of the tensor's stand-in, or of its meta tensor."""
-        with torch._C.DisableTorchFunction():
-            own = (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
-        return self._storages.get(own._cdata, (own, own))[1]
 
     def elsewhere(self, gradient: Tensor) -> Tensor | None:
         """Return a copy of a parameter's gradient that does not count as an activation."""
@@ -297,25 +347,14 @@ class MetaMode(TorchDispatchMode):
             return False
         return tensor.untyped_storage()._cdata not in self._storages
 
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of a tensor from outside the trace; return known tensors and fake tensors themselves."""
-        found = self._stand_ins.get(id(tensor))
-        if found is not None:
-            return found[1]
-        with torch._C.DisableTorchFunction():
-            if is_traceable_wrapper_subclass(tensor):
-                raise UntraceableError(f"A {type(tensor).__name__} cannot be traced: it wraps several tensors.")
-            # A tensor with a grad_fn is part of the autograd graph, and must not be replaced.
-            if isinstance(tensor, ShapeTensor) or tensor.grad_fn is not None or self.is_known(tensor):
-                return tensor
-            return self._replace(tensor)
+    def _needs_stand_in(self, tensor: Tensor) -> bool:
+        if is_traceable_wrapper_subclass(tensor):
+            raise UntraceableError(f"A {type(tensor).__name__} cannot be traced: it wraps several tensors.")
+        # A tensor with a grad_fn is part of the autograd graph, and must not be replaced.
+        return not (isinstance(tensor, ShapeTensor) or tensor.grad_fn is not None or self.is_known(tensor))
 
-    def _replace(self, tensor: Tensor) -> ShapeTensor:
-        with torch._C._DisableTorchDispatch():
-            stand_in = ShapeTensor(self._meta(tensor), self.device, tensor.requires_grad)
-        # Keep a reference, so that the tensor's id is not reused.
-        self._stand_ins[id(tensor)] = (tensor, stand_in)
-        return stand_in
+    def _make(self, tensor: Tensor) -> ShapeTensor:
+        return ShapeTensor(self._meta(tensor), self.device, tensor.requires_grad)
 
     def check_read(self, name: str, value: object) -> None:
         """Raise DataDependentError if a method reads the values of a fake tensor."""
@@ -325,7 +364,7 @@ class MetaMode(TorchDispatchMode):
     def attend(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `scaled_dot_product_attention` with the kernel of the GPU to plan for."""
         if self._capability is None:
-            return func(*args, **kwargs)
+            return super().attend(func, args, kwargs)
         call = AttentionCall(*args, **kwargs).cast_by_autocast(self.device.type)
         with torch.autocast(self.device.type, enabled=False):
             return run_kernel(cuda_kernel(call, self._capability), call)
@@ -346,7 +385,7 @@ class MetaMode(TorchDispatchMode):
             raise self.refuse(str(func), "resizes the memory of a tensor")
         for tensor in written_tensors(func, args, kwargs):
             if not isinstance(tensor, ShapeTensor):
-                self._remember(tensor)
+                self._remember(tensor, self.is_known(tensor))
         if all(map(self.is_known, tensors)):
             return self._run_known(func, args, kwargs, bool(tensors))
         return self._run_shapes(func, args, kwargs)
@@ -362,11 +401,11 @@ class MetaMode(TorchDispatchMode):
             kwargs = {**kwargs, "device": _CPU, "pin_memory": False}
         generator = kwargs.get("generator")
         if generator is not None and id(generator) not in self._journal:
-            self._journal[id(generator)] = (generator, None)
+            self._journal[id(generator)] = generator
             self._undo.callback(generator.set_state, generator.get_state())
         result = map_tensors(lambda out: out if _may_be_known(out) else _like(out), func(*args, **kwargs))
         given, made = (
-            {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(one)} for one in ((args, kwargs), result)
+            {StorageWeakRef(it.untyped_storage()) for it in tensors_in(values)} for values in ((args, kwargs), result)
         )
         self._own |= made - given
         if self.observer is not None:
@@ -454,20 +493,6 @@ class MetaMode(TorchDispatchMode):
         empty = torch.empty(0, dtype=tensor.dtype, device=_META)
         meta = self._storages[storage._cdata][1]
         return empty.set_(meta, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    def _remember(self, tensor: Tensor) -> None:
-        """Store values, shape and version of a tensor from outside the trace before it changes, to restore them."""
-        if StorageWeakRef(tensor.untyped_storage()) in self._own:
-            return
-        if id(tensor) not in self._journal and not tensor.is_inference():
-            self._journal[id(tensor)] = (tensor, None)
-            self._undo.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
-            if self.is_known(tensor):
-                self._undo.callback(tensor.as_strided_, tensor.shape, tensor.stride(), tensor.storage_offset())
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._journal and self.is_known(tensor):
-            self._journal[storage._cdata] = (storage, None)
-            self._undo.callback(storage.copy_, storage.clone())
 
 
 def _may_be_known(result: object) -> bool:

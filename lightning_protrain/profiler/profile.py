@@ -3,8 +3,7 @@
 [Note: Reach]
 A profiled step may change objects of the user, such as counters in the module. `unchanged` restores them: it visits all
 objects that are reachable from a few roots through attributes, slots, containers, methods and closures. It restores
-attributes of objects, contents of containers, and states of random generators, without deep copies and without calling
-user code.
+attributes of objects, contents of containers, and states of random generators, without deep copies.
 
 Not restored are: values of tensors and arrays; globals and class attributes; iterators, files and other objects of the
 standard library or of C extensions; the Trainer and objects that are only reachable through it. A container with more
@@ -15,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import operator
 import random
 import sys
 import warnings
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,14 +34,12 @@ from torch import nn
 
 from lightning_protrain.profiler.attention import Capability
 from lightning_protrain.profiler.blocks import is_compiled
-from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode, lifting_functions
-from lightning_protrain.profiler.one_rank import on_one_rank as on_one_rank
+from lightning_protrain.profiler.fake_mode import DataDependentError, MetaMode, StepMode, lifting_functions
+from lightning_protrain.profiler.one_rank import on_one_rank
 from lightning_protrain.profiler.real_mode import RealMode
 from lightning_protrain.profiler.recorder import Recorder, in_backward
 from lightning_protrain.profiler.records import ModelLayout, ModelProfile, UnitInfo
 from lightning_protrain.profiler.row_wise import Slices
-from lightning_protrain.profiler.synthetic import synthetic_batch as synthetic_batch
-from lightning_protrain.profiler.synthetic import synthetic_step
 from lightning_protrain.progress import waiting
 
 # Items of containers with more items are not visited, because they are assumed to be data.
@@ -49,10 +48,12 @@ MAX_ITEMS = 1000
 MAX_OBJECTS = 100_000
 
 _Undo = Callable[[], object]
-_CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, set, deque, bytearray)
-_ATOMS = (type(None), int, float, complex, str, bytes, type, ModuleType, torch.Tensor, np.ndarray, *weakref.ProxyTypes)
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+_ATOMS = (type(None), int, float, complex, str, bytes, type, ModuleType, np.ndarray, *weakref.ProxyTypes)
+# Immutable objects that refer to others.
+_LINKS = (tuple, frozenset, MethodType, functools.partial, CellType, np.random.Generator)
 # Classes whose attributes are visited although they belong to the standard library or to torch.
-_OPEN = (nn.Module, UserDict, UserList, SimpleNamespace, argparse.Namespace)
+_OPEN = (nn.Module, torch.Tensor, UserDict, UserList, SimpleNamespace, argparse.Namespace)
 # Packages whose objects are not visited unless they are roots: the Trainer and its parts, the compiler's state, and an
 # applied plan, whose host memory must not be forgotten.
 _CLOSED = (
@@ -76,92 +77,59 @@ def unchanged(*roots: object) -> Iterator[None]:
             put_back()
 
 
-def _walk(roots: Iterable[object]) -> Iterator[_Undo]:
+def _walk(roots: tuple[object, ...]) -> Iterator[_Undo]:
     """Yield functions that restore the reachable objects, in order of distance from the roots."""
     seen: dict[int, object] = {}
-    queue = deque(roots)
-    entered = {id(root) for root in queue}
+    queue: deque[Any] = deque(roots)
+    entered = set(map(id, roots))
     while queue and len(seen) < MAX_OBJECTS:
         held = queue.popleft()
-        if id(held) in seen:
-            continue
-        if issubclass(type(held), torch.Tensor) and getattr(held, "__dict__", None):
-            seen[id(held)] = held  # Restore attributes of tensors.
-            yield from _attributes(held, queue)
-        if issubclass(type(held), _ATOMS):
+        kind = type(held)
+        if id(held) in seen or issubclass(kind, _ATOMS):
             continue
         seen[id(held)] = held
-        set_state = _generator_state(held)
-        if set_state is not None:
-            yield set_state
-        base = _container(type(held))
+        yield from _generator_state(held, kind)
+        base = next((base for base in _CONTAINERS if issubclass(kind, base)), None)
         if base is not None:
-            yield functools.partial(_put_back, held, base, _content(held, base))
-            queue.extend(_items(held, base))
-        if id(held) in entered or _is_open(type(held)):
-            yield from _attributes(held, queue)
-        if type(held) is CellType:
-            yield from _cell(held, queue)
-        queue.extend(_parts(held))
+            content = _content(held, base)
+            yield functools.partial(_put_back, held, base, content)
+            queue.extend(content if base.__len__(held) <= MAX_ITEMS else ())
+        if id(held) in entered or _is_open(kind):
+            if type(values := getattr(held, "__dict__", None)) is dict:
+                queue.append(values)
+            yield from _slots(held, kind, queue)
+        if issubclass(kind, FunctionType):
+            queue.extend((held.__dict__, held.__closure__, held.__defaults__, held.__kwdefaults__))
+        elif issubclass(kind, _LINKS):
+            links = gc.get_referents(held)
+            queue.extend(links if len(links) <= MAX_ITEMS else ())
+            if kind is CellType and links:
+                yield functools.partial(setattr, held, "cell_contents", links[0])
 
 
-# --- random generators ------------------------------------------------------------------------------------------------
-
-
-def _generator_state(held: Any) -> _Undo | None:
-    """Return a function that restores a random generator; None for other objects."""
-    kind = type(held)
-    if issubclass(kind, torch.Generator):
-        return functools.partial(held.set_state, held.get_state())
-    if issubclass(kind, random.Random):
-        return functools.partial(held.setstate, held.getstate()) if kind is not random.SystemRandom else None
-    if issubclass(kind, np.random.Generator):
-        held = held.bit_generator
-        return functools.partial(setattr, held, "state", held.state)
-    if issubclass(kind, np.random.BitGenerator):
-        return functools.partial(setattr, held, "state", held.state)
-    if issubclass(kind, np.random.RandomState):
-        return functools.partial(held.set_state, held.get_state())
-    return None
-
-
-# --- containers -------------------------------------------------------------------------------------------------------
-
-
-def _container(kind: type) -> Any | None:
-    """Return the built-in container class of a class, whose methods access the content without user code."""
-    if kind is dict or kind is list:
-        return kind
-    return next(base for base in _CONTAINERS if issubclass(kind, base)) if issubclass(kind, _CONTAINERS) else None
+def _generator_state(held: Any, kind: type) -> Iterator[_Undo]:
+    """Yield a function that restores a random generator."""
+    if issubclass(kind, (torch.Generator, np.random.RandomState)):
+        yield functools.partial(held.set_state, held.get_state())
+    elif issubclass(kind, random.Random) and kind is not random.SystemRandom:
+        yield functools.partial(held.setstate, held.getstate())
+    elif issubclass(kind, np.random.BitGenerator):
+        yield functools.partial(setattr, held, "state", held.state)
 
 
 def _content(held: Any, base: Any) -> list[Any]:
-    return list(base.items(held)) if issubclass(base, dict) else list(base.__iter__(held))
-
-
-def _items(held: Any, base: Any) -> Iterable[object]:
-    if base.__len__(held) > MAX_ITEMS or base is bytearray:
-        return ()
-    return [*base.keys(held), *base.values(held)] if issubclass(base, dict) else base.__iter__(held)
+    """Return the items of a container; keys and values alternate. User code is not called."""
+    return [*(chain.from_iterable(base.items(held)) if issubclass(base, dict) else base.__iter__(held))]
 
 
 def _put_back(held: Any, base: Any, content: list[Any]) -> None:
+    """Restore the items of a container."""
     now = _content(held, base)
-    if issubclass(base, dict):
-        same = len(now) == len(content) and all(a is c and b is d for (a, b), (c, d) in zip(now, content, strict=True))
-    else:
-        same = len(now) == len(content) and all(map(operator.is_, now, content))
-    if same:
+    if len(now) == len(content) and all(map(operator.is_, now, content)):
         return
     base.clear(held)
-    if issubclass(base, dict):
-        for key, value in content:
-            base.__setitem__(held, key, value)
-    else:
-        (base.update if base is set else base.extend)(held, content)
-
-
-# --- objects ----------------------------------------------------------------------------------------------------------
+    items = zip(content[::2], content[1::2], strict=True) if issubclass(base, dict) else content
+    (base.extend if base in (list, deque) else base.update)(held, items)
 
 
 def _is_open(kind: type) -> bool:
@@ -173,56 +141,13 @@ def _is_open(kind: type) -> bool:
     return not any(str(base.__module__).startswith(_CLOSED) for base in kind.__mro__)
 
 
-def _attributes(held: Any, queue: deque[object]) -> Iterator[_Undo]:
-    values = getattr(held, "__dict__", None)
-    if type(values) is dict:
-        yield functools.partial(_put_back, values, dict, _content(values, dict))
-        queue.extend(values.values())
-    for kind in type(held).__mro__:
-        if "__slots__" in vars(kind):
-            for member in vars(kind).values():
-                if type(member) is MemberDescriptorType:
-                    yield from _slot(held, member, queue)
-
-
-def _slot(held: object, member: MemberDescriptorType, queue: deque[object]) -> Iterator[_Undo]:
-    try:
-        value = member.__get__(held)
-    except AttributeError:
-        yield functools.partial(_empty_slot, held, member)
-        return
-    queue.append(value)
-    yield functools.partial(member.__set__, held, value)
-
-
-def _empty_slot(held: object, member: MemberDescriptorType) -> None:
-    try:
-        member.__delete__(held)
-    except AttributeError:
-        return
-
-
-def _cell(cell: Any, queue: deque[object]) -> Iterator[_Undo]:
-    """Yield a function that restores a closure variable."""
-    try:
-        value = cell.cell_contents
-    except ValueError:  # The variable has no value yet.
-        return
-    queue.append(value)
-    yield functools.partial(setattr, cell, "cell_contents", value)
-
-
-def _parts(held: Any) -> Iterable[object]:
-    """Return objects to visit that an immutable object, function or method refers to."""
-    if isinstance(held, (tuple, frozenset)):
-        return held if len(held) <= MAX_ITEMS else ()
-    if isinstance(held, FunctionType):
-        return [held.__dict__, held.__closure__, held.__defaults__, held.__kwdefaults__]
-    if isinstance(held, MethodType):
-        return [held.__self__, held.__func__]
-    if isinstance(held, functools.partial):
-        return [held.func, held.args, held.keywords]
-    return ()
+def _slots(held: object, kind: type, queue: deque[Any]) -> Iterator[_Undo]:
+    """Yield functions that restore the slots that have a value."""
+    for base in kind.__mro__:
+        for member in vars(base).values() if "__slots__" in vars(base) else ():
+            if type(member) is MemberDescriptorType and hasattr(held, member.__name__):
+                queue.append(value := member.__get__(held))
+                yield functools.partial(member.__set__, held, value)
 
 
 def _warn(message: str) -> None:
@@ -233,7 +158,7 @@ def _warn(message: str) -> None:
 def profile_model(
     model: nn.Module,
     layout: ModelLayout,
-    step: Callable[[], object] | None = None,
+    step: Callable[[], object],
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | str = "cpu",
     capability: Capability | None = None,
@@ -250,8 +175,7 @@ def profile_model(
         model: The model; it may be on the meta device. A trace does not read its parameters.
         layout: Result of `describe_model`.
         step: Runs forward and loss on the model with a real batch, and returns the loss or a mapping with the key
-            `"loss"`, like `training_step`. This function runs backward if `step` does not. None means a step of a
-            transformers model on a synthetic batch, see [Note: Synthetic batches].
+            `"loss"`, like `training_step`. This function runs backward if `step` does not.
         forward_context: Context of the step, such as the autocast of the precision.
         device: Device of the step, which determines kernels and autocast rules; it must be available.
         capability: Compute capability of an absent CUDA GPU to plan for; determines the attention kernels of a trace,
@@ -260,14 +184,12 @@ def profile_model(
         slices: Run row-wise modules of units on slices of the tokens, see [Note: Slices] in row_wise.py; None: do not.
 
     Raises:
-        ValueError: If no synthetic batch can be made for the model.
         UntraceableError: If the device is not available, or the step cannot be traced and `log_once` is None. Errors of
             the step itself are raised unchanged.
     """
     buffers = list(model.buffers())
     tensors = [*model.parameters(), *(buffer for buffer in buffers if buffer.is_floating_point())]
-    mode: MetaMode | RealMode = MetaMode(tensors, device, capability)
-    step = step or synthetic_step(model)
+    mode = MetaMode(tensors, device, capability)
 
     def whole_step() -> object:
         with forward_context():
@@ -292,7 +214,7 @@ def _recorded_step(
     layout: ModelLayout,
     step: Callable[[], object],
     slices: Slices | None,
-    mode: MetaMode | RealMode,
+    mode: StepMode,
 ) -> ModelProfile:
     """Run forward and backward under `mode`, and return the profile."""
     parameters = {info.fqn: model.get_parameter(info.fqn) for info in layout.parameters}
@@ -301,7 +223,7 @@ def _recorded_step(
     mode.observer = recorder
     # Modes belong to a thread, but autograd would run backward of GPU tensors on another thread.
     with (
-        unchanged(model),
+        unchanged(*model.modules()),
         _uncompiled(),
         mode,
         lifting_functions(mode.lifted()),
@@ -318,7 +240,6 @@ def _recorded_step(
             outputs = step()
         recorder.run_backward(outputs)
         del outputs
-    recorder.check_conserved()
     profile = recorder.profile()
     return profile if slices is None else replace(profile, slice_tokens=slices.tokens)
 
@@ -331,16 +252,16 @@ def _uncompiled() -> AbstractContextManager[Any]:
 def _slicing(name: str, forward: Callable[..., Any], slices: Slices, recorder: Recorder) -> Callable[..., Any]:
     """Return a forward that runs on slices of the tokens if it can."""
 
-    def run(given: torch.Tensor) -> Any:
+    def run(rows: torch.Tensor) -> Any:
         with recorder.lifted() if in_backward() else nullcontext():
-            return forward(given)
+            return forward(rows)
 
     @functools.wraps(forward)
     def sliced(*args: Any, **kwargs: Any) -> Any:
-        made = None
+        result = None
         if slices.divide(args, kwargs) and recorder.observes:
-            made = recorder.sliced(name, run, args[0], slices)
-        return forward(*args, **kwargs) if made is None else made
+            result = recorder.sliced(name, run, args[0], slices)
+        return forward(*args, **kwargs) if result is None else result
 
     return sliced
 

@@ -13,7 +13,6 @@ Nodes that accumulate gradients run as early as possible.
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import weakref
 from bisect import bisect_left, bisect_right
@@ -21,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from lightning_protrain.profiler.attention import KERNELS, workspace_bytes
-from lightning_protrain.profiler.fake_mode import Observer, ShapeTensor
+from lightning_protrain.profiler.fake_mode import ShapeTensor, StepMode
 from lightning_protrain.profiler.op_kinds import is_product
 from lightning_protrain.profiler.ops import count_flops, operation_cost, tensors_in, written_tensors
 from lightning_protrain.profiler.records import (
@@ -118,9 +117,9 @@ class LiveBytes:
     ) -> torch.UntypedStorage:
         """Return the shadow of `storage`, with the same values; a new one if the old one was freed or is outdated."""
         if activation._shadow is not None and activation._shadow[0] == version:
-            found = activation._shadow[1]()
-            if found is not None:
-                return found
+            shadow = activation._shadow[1]()
+            if shadow is not None:
+                return shadow
         fresh = torch.UntypedStorage(storage.nbytes(), device=storage.device)
         if storage.device.type != "meta":
             fresh.copy_(storage)
@@ -142,25 +141,6 @@ class LiveBytes:
             activation.gone = self.time + 1
             self.now -= activation.nbytes
             self.held_gradients += activation.nbytes * activation.is_gradient
-
-    def check_conserved(self) -> None:
-        """Assert that the tensors of a trace are freed or referenced; call this after releasing the trace's results."""
-        assert self.now == sum(activation.nbytes for activation in set(self._found.values())), "bytes are miscounted"
-        if not self.now:
-            return
-        gc.collect()
-        tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-        with torch._C.DisableTorchFunction():
-            strided = [item for item in tensors if item.layout is torch.strided]  # Other layouts have no storage.
-            left = [item for item in strided if self._storage(item)._cdata in self._found]
-        del tensors, strided
-        # Autograd's own references are invisible to Python.
-        held = any(referrer is not left for tensor in left for referrer in gc.get_referrers(tensor))
-        assert not self.now or held, f"{self.now} bytes of activations are alive without a reference after the step"
-
-    @staticmethod
-    def _storage(tensor: Tensor) -> torch.UntypedStorage:
-        return (tensor.elem if isinstance(tensor, ShapeTensor) else tensor).untyped_storage()
 
 
 # FLOPs, bytes and dtype of an operation.
@@ -415,7 +395,7 @@ def _record(segment: _Segment, seen: _Seen) -> Segment:
     fresh = segment.fresh or []
     moves = all(it.freed <= segment.swapped and seen.is_alone(it, segment) and swapped_bytes(it.nbytes) for it in fresh)
     last, reached = segment.last_saved
-    costs = Counter((*each, at >= reached) for at, each in enumerate(segment.costs))
+    costs = Counter((*cost, at >= reached) for at, cost in enumerate(segment.costs))
     operations = seen.shared(OperationCost(*cost, count, *kind) for (cost, *kind), count in costs.items())
     storages = seen.shared(_storages(segment, seen))
     back = segment.backward or _Backward()
@@ -478,25 +458,6 @@ def _alive(activations: Iterable[Activation]) -> int:
 _ATEN = torch.ops.aten
 
 
-class Mode(Protocol):
-    """A dispatch mode that runs a step and replaces the model's tensors by stand-ins: MetaMode or RealMode."""
-
-    scopes: list[str]
-    observer: Observer | None
-
-    def lifted(self) -> AbstractContextManager[Any]:
-        """Return a function mode that replaces tensors by stand-ins, for code where PyTorch disables function modes."""
-
-    def storage(self, tensor: Tensor) -> torch.UntypedStorage:
-        """Return the storage of the tensor's stand-in."""
-
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in of a tensor."""
-
-    def elsewhere(self, gradient: Tensor) -> Tensor | None:
-        """Return a copy of a parameter's gradient that does not count as an activation, or None."""
-
-
 def in_backward() -> bool:
     """Return True if backward runs on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -514,7 +475,7 @@ class Call:
 
 
 class Recorder:
-    """A recorder of one step, the observer of a `Mode`.
+    """A recorder of one step, the observer of a `StepMode`.
 
     Args:
         mode: Mode that runs the step.
@@ -524,7 +485,11 @@ class Recorder:
     """
 
     def __init__(
-        self, mode: Mode, parameters: Mapping[str, Tensor], buffers: Iterable[Tensor], compiled: Collection[str] = ()
+        self,
+        mode: StepMode,
+        parameters: Mapping[str, Tensor],
+        buffers: Iterable[Tensor],
+        compiled: Collection[str] = (),
     ) -> None:
         self._mode = mode
         self._named = parameters
@@ -559,7 +524,7 @@ class Recorder:
         return self._mode.observer is self
 
     def lifted(self) -> AbstractContextManager[Any]:
-        """Return the function mode of `Mode.lifted`."""
+        """Return the function mode of `StepMode.lifted`."""
         return self._mode.lifted()
 
     @contextmanager
@@ -627,10 +592,6 @@ class Recorder:
         if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and not self._accumulated:
             loss.backward()
 
-    def check_conserved(self) -> None:
-        """Assert that all activations are freed or referenced; call this after releasing the step's results."""
-        self._live.check_conserved()
-
     def dtype_read(self, tensor: Tensor) -> None:
         """Record a read of a parameter's dtype."""
         if in_backward():
@@ -655,7 +616,7 @@ class Recorder:
         before = self._live.now
         read = {tensor.untyped_storage()._cdata for tensor in inputs}
         made = {tensor.untyped_storage()._cdata for tensor in outputs}
-        fresh = [each.untyped_storage() for each in outputs if each.untyped_storage()._cdata not in read]
+        fresh = [storage for tensor in outputs if (storage := tensor.untyped_storage())._cdata not in read]
         for storage in fresh:
             self._live.add(storage)
         for tensor in outputs:
@@ -753,8 +714,7 @@ class Recorder:
         return activations if len(activations) == len(fresh) else None
 
     def _found(self, storages: Iterable[torch.UntypedStorage]) -> list[Activation]:
-        found = map(self._live.find, storages)
-        return [activation for activation in found if activation is not None]
+        return [activation for activation in map(self._live.find, storages) if activation is not None]
 
     def _storages(self, values: object) -> list[torch.UntypedStorage]:
         with torch._C.DisableTorchFunction():

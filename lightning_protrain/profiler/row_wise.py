@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_protrain.profiler.fake_mode import Observer
+from lightning_protrain.profiler.fake_mode import StepMode
 from lightning_protrain.profiler.ops import PRODUCTS_OF_CODES, tensors_in
 
 _ATEN = torch.ops.aten
@@ -114,13 +114,7 @@ def rows_of(given: Tensor) -> torch.Size:
     return given.shape[: 1 if given.dim() == 2 else 2]
 
 
-class Observed(Protocol):
-    """A mode with an observer, such as MetaMode."""
-
-    observer: Observer | None
-
-
-def is_row_wise(forward: Callable[[Tensor], Any], given: Tensor, mode: Observed) -> bool:
+def is_row_wise(forward: Callable[[Tensor], Any], given: Tensor, mode: StepMode) -> bool:
     """Return True if a forward is row-wise, see [Note: Slices].
 
     Args:

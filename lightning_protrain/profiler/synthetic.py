@@ -135,10 +135,10 @@ def num_positions(config: PretrainedConfig) -> int | None:
     if "roberta" in text.model_type or text.model_type in _BEHIND_PADDING:  # Positions follow that of the padding.
         return most - 1 - (text.pad_token_id or 0)
     rope = getattr(text, "rope_parameters", None) or {}
-    for each in (rope, *rope.values()):  # Some models have parameters for each kind of attention.
-        if isinstance(each, Mapping) and each.get("factor"):
-            before = each.get("original_max_position_embeddings") or most
-            most = max(most, int(each["factor"] * before))
+    for scaling in (rope, *rope.values()):  # Some models have parameters for each kind of attention.
+        if isinstance(scaling, Mapping) and scaling.get("factor"):
+            unscaled = scaling.get("original_max_position_embeddings") or most
+            most = max(most, int(scaling["factor"] * unscaled))
     return most
 
 
@@ -355,21 +355,6 @@ _MAKERS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
 }
 
 
-def synthetic_step(model: nn.Module, batch_size: int = BATCH_SIZE, length: int | None = None) -> Callable[[], Any]:
-    """Return a function that runs `model` on a synthetic batch, and returns the loss or the sum of the first output.
-
-    The arguments and errors are those of `synthetic_batch`.
-    """
-    batch = synthetic_batch(model, batch_size, length)
-
-    def step() -> Any:
-        outputs = model(**batch)
-        loss = getattr(outputs, "loss", None)
-        return outputs[0].float().sum() if loss is None else loss
-
-    return step
-
-
 def on_line(one: _T, two: _T, times: float, renamed: Callable[[str], str] | None = None) -> _T:
     """Return `one + times * (two - one)` for each integer in two records of equal structure.
 
@@ -388,7 +373,7 @@ def on_line(one: _T, two: _T, times: float, renamed: Callable[[str], str] | None
     if isinstance(start, str) and renamed is not None:
         return cast(_T, renamed(start))
     if is_dataclass(start):
-        pairs = ((getattr(start, each.name), getattr(end, each.name)) for each in fields(start))
+        pairs = ((getattr(start, field.name), getattr(end, field.name)) for field in fields(start))
         return cast(Any, type(start))(*(on_line(*pair, times, renamed) for pair in pairs))
     if isinstance(start, Storage):
         return cast(_T, start if start == end else Storage._make(map(partial(on_line, times=times), start, end)))
@@ -396,13 +381,13 @@ def on_line(one: _T, two: _T, times: float, renamed: Callable[[str], str] | None
         try:
             return cast(_T, tuple(on_line(*pair, times, renamed) for pair in zip(start, end, strict=True)))
         except ValueError:
-            costs = [each for each in start if isinstance(each, OperationCost)]
+            costs = [record for record in start if isinstance(record, OperationCost)]
             if renamed is not None or not costs:
                 raise
             # Operations of equal cost are grouped, and others are equal in the other batch. Nearly all of their cost is
             # proportional to the batch.
             grown = (
-                replace(each, flops=_grown(each.flops, times), nbytes=_grown(each.nbytes, times)) for each in costs
+                replace(cost, flops=_grown(cost.flops, times), nbytes=_grown(cost.nbytes, times)) for cost in costs
             )
             return cast(_T, tuple(grown))
     if one != two:

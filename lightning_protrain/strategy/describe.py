@@ -22,7 +22,6 @@ from lightning_protrain.quant_state import prepare_weights
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import (
-    batch_to_plan_with,
     may_slice,
     once_for_each_kind,
     profile_in_slices,
@@ -107,7 +106,7 @@ def describe(run: Run, choice: PlanOrPreset, options: PlanOptions, elsewhere: bo
     # On every rank, because the step of a user's class may communicate.
     workload = replace(workload, host_slowdown=run.precision.host_slowdown(optimizers, run.device.worker))
     if trainer.global_rank:  # Only rank 0 plans and profiles.
-        batch_to_plan_with(trainer)
+        profile_training_step(trainer, layout)
         return Described(run, workload, overlap)
     reason = what_needs_profile(choice, options, elsewhere)
     profile_on = _profiling(run, workload, reason)

@@ -21,7 +21,8 @@ from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.shared_memory import FOLDER, free_shared_bytes, shared_bytes
 
 # Hardware to plan for as one rank sees it, by name and sharding; None: this node.
-Targets = Mapping[str, Mapping[Sharding, HardwareProfile | None]]
+_OnNodes = Mapping[Sharding, HardwareProfile | None]
+Targets = Mapping[str, _OnNodes]
 DryRunAnswers = dict[str, dict[Sharding, Plan | ValueError]]
 
 
@@ -58,10 +59,16 @@ class DryRun:
         Raises:
             ValueError: The step must be profiled and cannot be.
         """
+        under = self.targets[name]
+        return [(self._request_on(name, sharding, request, element_bytes), under[sharding]) for sharding in under]
+
+    def _request_on(
+        self, name: str, sharding: Sharding, request: PlanRequest, element_bytes: int | None
+    ) -> PlanRequest:
+        cluster = self.clusters.get(name)
+        network = None if cluster is None else cluster.network_under(sharding, element_bytes)
         request = replace(request, ranks=self.ranks, element_bytes=element_bytes)
-        cluster, under = self.clusters.get(name), self.targets[name]
-        networks = {each: None if cluster is None else cluster.network_under(each, element_bytes) for each in under}
-        return [(request.under(each, networks[each]).on(node), node) for each, node in under.items()]
+        return request.under(sharding, network).on(self.targets[name][sharding])
 
     def answer(self, request: PlanRequest, element_bytes: int | None = None) -> None:
         """Fill in the answers.
@@ -72,30 +79,19 @@ class DryRun:
             request: Request for the plans.
             element_bytes: Bytes of a gradient element in collectives; None: the element size of its parameter.
         """
-        request = replace(request, ranks=self.ranks, element_bytes=element_bytes)
         for name, under in self.targets.items():
-            self.answers[name] = self._answer(name, under, request, element_bytes)
 
-    def _answer(
-        self,
-        name: str,
-        under: Mapping[Sharding, HardwareProfile | None],
-        request: PlanRequest,
-        element_bytes: int | None,
-    ) -> dict[Sharding, Plan | ValueError]:
-        cluster = self.clusters.get(name)
+            def make(sharding: Sharding, name: str = name, under: _OnNodes = under) -> Plan:
+                here, hardware = self._request_on(name, sharding, request, element_bytes), under[sharding]
+                plan = here.plan(hardware)
+                drawn = charts(here.of(plan, hardware), plan, hardware) if self.draws else None
+                if drawn is not None:
+                    self.charts[name, sharding] = drawn
+                return plan
 
-        def make(sharding: Sharding) -> Plan:
-            network = cluster.network_under(sharding, element_bytes) if cluster is not None else None
-            here = request.under(sharding, network).on(under[sharding])
-            plan = here.plan(under[sharding])
-            drawn = charts(here.of(plan, under[sharding]), plan, under[sharding]) if self.draws else None
-            if drawn is not None:
-                self.charts[name, sharding] = drawn
-            return plan
-
-        shardings = tuple(under)
-        return plan_each(shardings if request.searches(under[shardings[0]]) else shardings[:1], make)
+            shardings = tuple(under)
+            searches = replace(request, ranks=self.ranks, element_bytes=element_bytes).searches(under[shardings[0]])
+            self.answers[name] = plan_each(shardings if searches else shardings[:1], make)
 
 
 def plan_jointly(

@@ -1,20 +1,21 @@
 """Takes a training batch of a Trainer and profiles one step, without changing the run.
 
 The planner must know the memory of a step before the model is placed, but Lightning makes the training data later. So a
-batch is read early: the largest if the data knows it (`HasLargestBatch`), else the first. Its indices come from a copy
-of the batch sampler. If a hook makes the loader, it is called early, once. When Lightning asks for the loader, it gets
-this one, and random states as the hook left them. So later random numbers are as in a run without a profile.
+batch is read early: the largest if the data knows it (`HasLargestBatch`), else the first. A loader is iterated as in
+training, and its state is restored. If a hook makes the loader, it is called early, once. When Lightning asks for the
+loader, it gets this one, and random states as the hook left them. So later random numbers are as in a run without a
+profile.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sized
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,10 +35,11 @@ from torchmetrics import Metric, MetricCollection
 from lightning_protrain.profiler.blocks import compiled_parameters
 from lightning_protrain.profiler.fake_mode import UntraceableError
 from lightning_protrain.profiler.gpu_specs import capability
-from lightning_protrain.profiler.profile import on_one_rank, profile_model, synthetic_batch, unchanged
+from lightning_protrain.profiler.one_rank import on_one_rank
+from lightning_protrain.profiler.profile import profile_model, unchanged
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, castable
 from lightning_protrain.profiler.row_wise import Slices
-from lightning_protrain.profiler.synthetic import LENGTH, enlarged, size_of
+from lightning_protrain.profiler.synthetic import LENGTH, enlarged, size_of, synthetic_batch
 from lightning_protrain.runtime.recompute import stop_caching
 from lightning_protrain.runtime.slices import run_in_slices
 
@@ -48,8 +50,6 @@ _TRANSFER_HOOKS: tuple[tuple[str, tuple[torch.device, ...]], ...] = (
     ("transfer_batch_to_device", (_CPU,)),
     ("on_after_batch_transfer", ()),
 )
-# Attributes of a sampler that are copied, because iterating may change them.
-_COPIED = (list, tuple, dict, str, np.ndarray, torch.Tensor)
 # The profile of a synthetic batch with more than 32 times as many tokens is extrapolated, see `enlarged`.
 FEW_TOKENS = 4 * 1024
 # Maximum number of batches to try if the step returns None.
@@ -92,15 +92,10 @@ class SyntheticData(IterableDataset[Any]):
         return 1  # With a length, Lightning prefetches no batch, and the number of steps is finite.
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._refuse()
-
-    def _refuse(self) -> Iterator[Any]:
         raise ValueError("There is no training data: a batch that is made for a model is for planning only. Give data.")
 
 
-def batch_to_plan_with(
-    trainer: Trainer, everywhere: bool = False, samples: int | None = None, skip: int = 0
-) -> Any | None:
+def batch_to_plan_with(trainer: Trainer, everywhere: bool = False, samples: int | None = None, skip: int = 0) -> Any:
     """Return a training batch on the CPU, as `training_step` will receive it.
 
     Every rank calls it, so that all ranks make their loaders at the same time. Rank 0 plans with the batch. The other
@@ -112,7 +107,7 @@ def batch_to_plan_with(
     loader has workers, a worker process reads the items and ends before this function returns; else this process does.
     Hooks of batch transfer run now, and again in training. Afterwards random states are restored. So is the state of
     the module, the data module and the loaders (with datasets, samplers and `collate_fn`), within the limits of
-    [Note: Reach].
+    [Note: Reach], and arrays that samplers hold.
 
     Training may begin with another batch of the same kind. That happens if random numbers are drawn before training, if
     several loaders shuffle, if the epoch seeds a sampler, or if the run resumes from a checkpoint.
@@ -123,13 +118,13 @@ def batch_to_plan_with(
         samples: Number of samples in a batch of `SyntheticData`; None: as it says.
         skip: Number of batches of a loader to skip; without effect on `SyntheticData` and `largest_batch`.
 
-    Returns:
-        The batch. None if there is no data, or if reading it would change the run: the dataset is iterable, the sampler
-        cannot be copied, or the loader is not a plain `DataLoader` or has a `state_dict`. These limits do not concern
-        `largest_batch`, which needs no loader.
+    Raises:
+        NoBatchError: There is no batch, or reading it would change the run: the dataset is iterable, the sampler can be
+            iterated only once, or the loader is not a plain `DataLoader` or has a `state_dict`. These limits do not
+            concern `largest_batch`, which needs no loader.
     """
     if trainer.limit_train_batches == 0:
-        return None
+        raise NoBatchError("limit_train_batches is 0.")
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         rank_zero_warn(
             "BatchSizeFinder tries batch sizes under one plan, that of the size it begins with: more may fit than it "
@@ -143,7 +138,7 @@ def batch_to_plan_with(
             batch = _largest_batch(trainer, undo)
         if batch is None:
             batch = _first_batch(trainer, undo, skip)
-        if batch is None or (trainer.global_rank and not everywhere):
+        if trainer.global_rank and not everywhere:
             return batch
         # The loader may return the dataset's own tensors without collation, and a hook may change them in place.
         batch = trainer.precision_plugin.convert_input(tree_map_only(torch.Tensor, torch.clone, batch))
@@ -175,28 +170,37 @@ def _synthetic_batch(trainer: Trainer, samples: int | None) -> dict[str, Any] | 
 
 def _largest_batch(trainer: Trainer, undo: ExitStack) -> Any | None:
     """Return the `largest_batch` of the module that makes loaders, or of a loader given to `fit`; else None."""
-    given = trainer.fit_loop._data_source.instance
-    data = next((each for each in (given, getattr(given, "dataset", None)) if isinstance(each, HasLargestBatch)), None)
+    source = trainer.fit_loop._data_source.instance
+    data = next((it for it in (source, getattr(source, "dataset", None)) if isinstance(it, HasLargestBatch)), None)
     if data is None:
         return None
-    with ExitStack() as own:
-        own.callback(_set_rng_states, _collect_rng_states())
-        own.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, data))  # type: ignore[attr-defined]
+    with ExitStack() as undo_data:
+        undo_data.callback(_set_rng_states, _collect_rng_states())
+        undo_data.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, data))  # type: ignore[attr-defined]
         batch = data.largest_batch()
         if batch is not None:
-            undo.enter_context(own.pop_all())
+            undo.enter_context(undo_data.pop_all())
         return batch
 
 
-def _first_batch(trainer: Trainer, undo: ExitStack, skip: int) -> Any | None:
-    """Return batch number `skip` of the loader or collection of loaders; `undo` later restores the loaders' state."""
+def _first_batch(trainer: Trainer, undo: ExitStack, skip: int) -> Any:
+    """Return batch number `skip` of the loader or collection of loaders; `undo` later restores the loaders' state.
+
+    Raises:
+        NoBatchError: As in `batch_to_plan_with`.
+    """
     in_order = trainer.overfit_batches > 0  # type: ignore[attr-defined]
     loaders, structure = tree_flatten(_train_loaders(trainer))
-    if not loaders or not all(map(_is_plain, loaders)):
-        return None
+    refusals = [_refusal(loader) for loader in loaders] or ["there is no loader"]
+    if any(refusals):
+        raise NoBatchError(f"{next(filter(None, refusals))}.")
     undo.enter_context(unchanged(trainer.lightning_module, trainer.datamodule, *loaders))  # type: ignore[attr-defined]
-    batches = [_first_of(loader, in_order, skip) for loader in loaders]
-    return None if any(batch is None for batch in batches) else tree_unflatten(batches, structure)
+    for part in (part for loader in loaders for part in _sampler_parts(loader._index_sampler)):
+        if type(part) is np.ndarray and part.flags.writeable:
+            undo.callback(np.copyto, part, part.copy())
+        elif isinstance(part, torch.Tensor):
+            undo.callback(part.copy_, part.clone())
+    return tree_unflatten([_first_of(loader, in_order, skip) for loader in loaders], structure)
 
 
 class _MadeSource(_DataLoaderSource):
@@ -230,7 +234,7 @@ class _MadeSource(_DataLoaderSource):
             return self._source.dataloader()
         made, before, after = self._made.pop()
         pairs = zip(tree_leaves(_collect_rng_states()), tree_leaves(before), strict=True)
-        if all(np.array_equal(one, other) for one, other in pairs):
+        if all(np.array_equal(now, then) for now, then in pairs):
             _set_rng_states(after)
         return made
 
@@ -248,85 +252,52 @@ def _train_loaders(trainer: Trainer) -> Any:
     return loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
 
 
-def _is_plain(loader: object) -> bool:
-    """Return True if `loader` is a plain `DataLoader` over a map-style dataset."""
-    if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
-        return False
-    own = type(loader).__iter__ is DataLoader.__iter__ and type(loader)._get_iterator is DataLoader._get_iterator
-    return own and not isinstance(loader.dataset, IterableDataset)
+def _refusal(loader: Any) -> str:
+    """Return why no batch of a loader can be read ahead of training; an empty string if one can be read."""
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        return f"{name} is no DataLoader"
+    if hasattr(loader, "state_dict"):
+        return f"{name} keeps a state, it has a `state_dict`"
+    if (type(loader).__iter__, type(loader)._get_iterator) != (DataLoader.__iter__, DataLoader._get_iterator):
+        return f"{name} iterates in a way of its own"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"{type(loader.dataset).__name__} is an iterable dataset"
+    if any(isinstance(part, Iterator) for part in _sampler_parts(loader._index_sampler)):
+        return f"the sampler of {name} can be iterated only once"
+    return ""
 
 
-def _first_of(loader: DataLoader[Any], in_order: bool, skip: int) -> Any | None:
-    """Return batch number `skip` of `loader` as an iterator would; None if its sampler ends or cannot be copied."""
-    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    if in_order:  # Lightning replaces the sampler to overfit
-        sampler = SequentialSampler(cast(Sized, loader.dataset))
-        if loader.batch_size is not None:
-            sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    shared = {id(data): data for data in _data_of(sampler, loader.dataset)}
-    try:
-        own, generator = copy.deepcopy((sampler, loader.generator), shared)
-    except TypeError:
-        return None
-    before = _collect_rng_states()
-    iterator = iter(own)
-    torch.empty((), dtype=torch.int64).random_(generator=generator)  # every iterator draws a seed for workers
-    indices = next(islice(iterator, skip, None), None)
-    if indices is None:
-        return None
-    if loader.num_workers:
-        after = _collect_rng_states()
-        _set_rng_states(before)
-        batch = _read_in_worker(loader, indices)
-        _set_rng_states(after)
-        return batch
-    return _read(loader, indices)
-
-
-def _data_of(sampler: object, dataset: object) -> Iterator[object]:
-    """Yield the data that a sampler and samplers inside it index; a copy of the sampler shares this data."""
-    yield dataset
-    for value in getattr(sampler, "__dict__", {}).values():
-        if isinstance(value, Sampler):
-            yield from _data_of(value, dataset)
-        elif hasattr(value, "__getitem__") and (isinstance(value, np.memmap) or not isinstance(value, _COPIED)):
+def _sampler_parts(sampler: object) -> Iterator[object]:
+    """Yield a sampler, its attributes with their items, and those of samplers inside of it."""
+    yield sampler
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        if isinstance(value, Sampler) or name in ("sampler", "batch_sampler"):
+            yield from _sampler_parts(value)
+        else:
             yield value
+            yield from value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
-def _read(loader: DataLoader[Any], indices: Any) -> Any:
-    """Return the batch at these indices, or the item at one index if the loader does not batch."""
-    assert loader.collate_fn is not None
-    dataset: Any = loader.dataset
-    if loader.batch_sampler is None:
-        return loader.collate_fn(dataset[indices])
-    if hasattr(dataset, "__getitems__"):
-        return loader.collate_fn(dataset.__getitems__(indices))
-    return loader.collate_fn([dataset[index] for index in indices])
+def _first_of(loader: DataLoader[Any], in_order: bool, skip: int) -> Any:
+    """Return batch number `skip` of a loader; if the loader has workers, one worker process reads it and ends."""
+    settings: dict[str, Any] = {
+        "num_workers": min(loader.num_workers, 1),
+        "persistent_workers": False,
+        "pin_memory": False,
+        "_iterator": None,
+    }
+    if in_order:  # Lightning replaces the sampler to overfit.
+        settings["sampler"] = sampler = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+        if loader.batch_size is not None:
+            settings["batch_sampler"] = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    reader = copy.copy(loader)
+    vars(reader).update(settings)
+    for batch in islice(reader, skip, None):
+        return batch
+    raise NoBatchError(f"{type(loader).__name__} has {skip} batches.")
 
 
-def _read_in_worker(loader: DataLoader[Any], indices: Any) -> Any:
-    """Return the batch at these indices as the first worker process of `loader` reads it."""
-    which: dict[str, Any] = {"batch_sampler": [indices]}
-    if loader.batch_sampler is None:
-        which = {"batch_size": None, "sampler": [indices]}
-    once: DataLoader[Any] = DataLoader(
-        loader.dataset,
-        num_workers=1,
-        collate_fn=loader.collate_fn,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=copy.deepcopy(loader.generator),
-        timeout=loader.timeout,
-        **which,
-    )
-    (batch,) = once  # exhausts the iterator, so that the worker ends
-    return batch
-
-
-_NO_BATCH = (
-    "No batch can be taken ahead of training (there are none, or the data is iterable, keeps a state, or has a sampler "
-    "that cannot be copied)"
-)
 _OTHER_BATCH = "Give the data module a method `largest_batch`, or plan without data (`data: null`)."
 _NO_PLAN = "No plan is searched for, and streamed weights keep their own dtype."
 _BUDGET = "device_memory"
@@ -367,7 +338,8 @@ def profile_training_step(
         otherwise: Sentence on the consequence of a missing profile.
 
     Returns:
-        The profile. None, with one sentence for the user, if there is no batch or the step raises.
+        The profile. None, with one sentence for the user, if there is no batch or the step raises. None on other ranks
+        than rank 0, which only make their loaders.
 
     Raises:
         ValueError: The profile is needed, but there is no batch. Errors of the step are raised unchanged, with a note,
@@ -400,6 +372,10 @@ class _Asked:
 
 def _profile(asked: _Asked) -> ModelProfile | None:
     trainer, needed_for, otherwise = asked.trainer, asked.needed_for, asked.otherwise
+    if trainer.global_rank:
+        with suppress(NoBatchError):
+            batch_to_plan_with(trainer)
+        return None
     model = trainer.lightning_module
     kind = capability(asked.hardware.name) if asked.hardware is not None else None
     context = trainer.precision_plugin.train_step_context
@@ -412,8 +388,6 @@ def _profile(asked: _Asked) -> ModelProfile | None:
     def of(batch: Any, index: int = 0) -> ModelProfile:
         if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
             raise UntraceableError("`training_step` takes batches itself, from `dataloader_iter`.")
-        if batch is None:
-            raise UntraceableError(f"{_NO_BATCH}.")
         takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
         step: Callable[[], Any] = partial(model.training_step, batch, *([index] if takes_index else []))
         if model.automatic_optimization:
@@ -492,13 +466,14 @@ def _of_first_trained(trainer: Trainer, of: Callable[[Any, int], ModelProfile]) 
     """
     skipped: NoBackwardError | None = None
     for index in range(MOST_SKIPPED):
-        batch = batch_to_plan_with(trainer, skip=index)
-        if batch is None and skipped is not None:
-            break
         try:
-            return of(batch, index)
+            return of(batch_to_plan_with(trainer, skip=index), index)
         except NoBackwardError as error:
             skipped = error
+        except NoBatchError:
+            if skipped is None:
+                raise
+            break
     assert skipped is not None
     raise skipped
 
@@ -588,7 +563,7 @@ def undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterato
     with ExitStack() as undo:
         undo.callback(_set_rng_states, _collect_rng_states())
         settings = [optimizer.param_groups for optimizer in trainer.optimizers]
-        undo.enter_context(unchanged(model, trainer.datamodule, batch, settings))  # type: ignore[attr-defined]
+        undo.enter_context(unchanged(*model.modules(), trainer.datamodule, batch, settings))  # type: ignore[attr-defined]
         undo.callback(setattr, trainer, "loggers", trainer.loggers)
         trainer.loggers = [DummyLogger() for _ in trainer.loggers]
         for module in list(model.modules()):
@@ -597,6 +572,17 @@ def undisturbed(trainer: Trainer, model: LightningModule, batch: Any) -> Iterato
             elif isinstance(module, (Metric, MetricCollection)):
                 vars(module).update(_mute_metric(module))
         yield
+
+
+class NoBatchError(UntraceableError):
+    """An error if no batch can be taken ahead of training.
+
+    Args:
+        reason: The reason, as a sentence that names the loader or its data.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"No batch can be taken ahead of training: {reason}")
 
 
 class NoBackwardError(UntraceableError):

@@ -31,13 +31,12 @@ from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.strategy.rehearsal_cache import RehearsalCache
 from lightning_protrain.strategy.rehearsed_step import (
-    Bound,
-    Bounded,
     NotRehearsed,
     Rehearsed,
     Unreserved,
     peak_of,
     rehearse,
+    within_bounds,
 )
 
 # Maximum number of searches for a faster plan, and for a smaller plan.
@@ -80,7 +79,8 @@ class Rehearsal:
     def __init__(self, folder: Path, is_measured: bool = False) -> None:
         self._folder = folder
         self._is_measured = is_measured
-        self._bound: Bound | None = None  # On rank 0.
+        # On rank 0, the request without corrections of earlier runs.
+        self._uncorrected: PlanRequest | None = None
         self._cache: RehearsalCache | None = None
 
     def recall(self, request: PlanRequest, machine: Mapping[str, Any]) -> PlanRequest:
@@ -92,8 +92,8 @@ class Rehearsal:
         """
         profile = request.workload.profile
         knows = profile is not None and request.searches()
-        if knows and self._is_measured and profile is not None:
-            self._bound = Bound(request.node.measure(profile))
+        if knows and self._is_measured:
+            self._uncorrected = request
         mine = RehearsalCache.read(self._folder, machine, request) if knows else None
         self._cache = gather(mine, "what earlier runs have measured")[0]
         return request if self._cache is None else self._cache.applied_to(request)
@@ -133,19 +133,19 @@ class Rehearsal:
             with failing_together("The rehearsal of the plan"):
                 mine = _try(partial(rehearse, trainer, *placed, spare), request, placed[1], shrinks < MOST_SHRINKS)
             del placed  # The next placement needs the memory of this one.
-            found = _of_ranks(gather(mine, "the rehearsals of the other ranks"))
-            if isinstance(found, NotRehearsed):
-                rank_zero_info(f"The plan is not rehearsed: {found}")
+            outcome = _of_ranks(gather(mine, "the rehearsals of the other ranks"))
+            if isinstance(outcome, NotRehearsed):
+                rank_zero_info(f"The plan is not rehearsed: {outcome}")
                 return request, plan
-            if isinstance(found, _Short):
+            if isinstance(outcome, _Short):
                 shrinks += 1
-                request = self._smaller(request, found.budget)
+                request = self._smaller(request, outcome.budget)
                 plan = _of_rank_0(request.plan)
                 continue
             rounds += 1
-            before = plan
-            request, plan = self._search_together(request, plan, found)
-            if _decisions(plan) == _decisions(before):
+            rehearsed = plan
+            request, plan = self._search_together(request, plan, outcome)
+            if _decisions(plan) == _decisions(rehearsed):
                 return request, plan
 
     def remember_short(self, error: torch.OutOfMemoryError, plan: Plan, device: Device) -> None:
@@ -158,43 +158,38 @@ class Rehearsal:
         if self._cache is not None:
             self._cache.keep(hardware=None, alpha=None, plan=None)
 
-    def _search_together(self, request: PlanRequest, plan: Plan, found: Rehearsed) -> tuple[PlanRequest, Plan]:
+    def _search_together(self, request: PlanRequest, plan: Plan, measured: Rehearsed) -> tuple[PlanRequest, Plan]:
         """Return the request with corrected rates (on rank 0), and the plan of a new search (on all ranks)."""
 
         def search() -> Plan:
             nonlocal request
-            request, better = self._search_again(request, plan, found)
+            request, better = self._search_again(request, plan, measured)
             return better
 
         better = _of_rank_0(search)
         return request, better
 
-    def _search_again(self, request: PlanRequest, plan: Plan, found: Rehearsed) -> tuple[PlanRequest, Plan]:
+    def _search_again(self, request: PlanRequest, plan: Plan, measured: Rehearsed) -> tuple[PlanRequest, Plan]:
         """Return the request with corrected rates, and the plan of a new search."""
-        told = request.expects(plan)
-        request, rates = _corrected(request, plan, found, self._bound)
+        before = request.expects(plan)
+        request, odd = _corrected(request, plan, measured, self._uncorrected)
         now = request.expects(plan)
         better = _better(request, plan, now)
-        said = f"The plan was rehearsed: {_compared(found, now, told)}."
+        message = f"The plan was rehearsed: {_compared(measured, now, before)}."
         if better is not None:
             assert better.prediction is not None
             taken = short_seconds(better.prediction.step_seconds)
-            said += f" Another plan is expected to take {taken}, and is taken."
-        if rates.once:
-            slowest = min(rates.once, key=lambda name: rates.once[name])
-            said += f" For this run alone: {slowest} at {rates.once[slowest]:.2g} times the measured rate."
-        if rates.wrong:
-            said += f" Not used, as rates of a machine change by less: {', '.join(rates.wrong)}."
-        rank_zero_info(said)
+            message += f" Another plan is expected to take {taken}, and is taken."
+        if odd:
+            message += f" Rates of a machine change by less, so the next run rehearses again: {', '.join(odd)}."
+        rank_zero_info(message)
         profile = request.workload.profile
         if self._cache is not None and profile is not None:
             # The next run would find no plan with this factor, although the rehearsed one has run.
             excludes_all = better is None and now.device_bytes > (request.budget() or now.device_bytes)
-            self._cache.keep(
-                hardware=rates.kept,
-                alpha=None if excludes_all else request.workload.measured_alpha,
-                plan=plan if better is None and not rates.wrong and not rates.once else None,
-            )
+            alpha = None if excludes_all else request.workload.measured_alpha
+            rates = {} if odd else {"hardware": request.node.measure(profile), "alpha": alpha}
+            self._cache.keep(plan=plan if better is None and not odd else None, **rates)
         return request, better or request.expecting(plan, now)
 
     def _smaller(self, request: PlanRequest, less: int) -> PlanRequest:
@@ -226,12 +221,12 @@ def _try(trial: Callable[[], Rehearsed], request: PlanRequest, device: Device, m
         device.forget_counters()
 
 
-def _of_ranks(each: Sequence[_Outcome]) -> _Outcome:
+def _of_ranks(outcomes: Sequence[_Outcome]) -> _Outcome:
     """Combine the outcomes of all ranks: out of memory comes first, then not rehearsed, then the slowest."""
-    if short := [one.budget for one in each if isinstance(one, _Short)]:
+    if short := [outcome.budget for outcome in outcomes if isinstance(outcome, _Short)]:
         return _Short(min(short))
-    why = next((one for one in each if isinstance(one, NotRehearsed)), None)
-    return why or Rehearsed.of_ranks([one for one in each if isinstance(one, Rehearsed)])
+    why = next((outcome for outcome in outcomes if isinstance(outcome, NotRehearsed)), None)
+    return why or Rehearsed.of_ranks([outcome for outcome in outcomes if isinstance(outcome, Rehearsed)])
 
 
 def _of_rank_0(make: Callable[[], Plan]) -> Plan:
@@ -255,43 +250,43 @@ def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
 
 
 def _corrected(
-    request: PlanRequest, plan: Plan, measured: Rehearsed, bound: Bound | None = None
-) -> tuple[PlanRequest, Bounded]:
+    request: PlanRequest, plan: Plan, measured: Rehearsed, uncorrected: PlanRequest | None = None
+) -> tuple[PlanRequest, Sequence[str]]:
     """Return the request with the rates and the fragmentation factor that explain the measurements.
 
     Args:
         request: Request that the plan answers.
         plan: Plan that was rehearsed.
         measured: Measurements of the rehearsal.
-        bound: Bound of corrections; None: no bound.
+        uncorrected: Request with the rates that bound the corrections, see `within_bounds`; None: no bounds.
 
     Returns:
-        The request, and the rates within the bound.
+        The request, and a phrase for each resource whose correction is out of bounds.
     """
     problem, profile, workload = request.here(), request.workload.profile, request.workload
     assert profile is not None
     before = request.node.measure(profile)
-    hardware = measured.correct(problem, plan, before)
-    rates = Bounded(hardware, hardware) if bound is None else bound.apply(before, hardware)
+    rates = None if uncorrected is None else uncorrected.node.measure(profile)
+    corrected, odd = within_bounds(rates, before, measured.correct(problem, plan, before))
     if measured.peak_bytes is not None and problem.hardware.asynchronous:
         alpha = measured_alpha(problem, plan, measured.peak_bytes, measured.steps)
         workload = replace(workload, measured_alpha=alpha)
-    node = replace(request.node, measure=lambda _: rates.used, is_rehearsed=True)
-    return replace(request, workload=workload, node=node), rates
+    node = replace(request.node, measure=lambda _: corrected, is_rehearsed=True)
+    return replace(request, workload=workload, node=node), odd
 
 
 def _better(request: PlanRequest, plan: Plan, now: Prediction) -> Plan | None:
     """Return a plan that is faster than the rehearsed one by a worthwhile margin; None: keep the rehearsed one."""
     try:
-        found = request.plan()
+        other = request.plan()
     except ValueError:  # No plan is predicted to fit, but the rehearsed one has run.
         return None
-    if _decisions(found) == _decisions(plan):
+    if _decisions(other) == _decisions(plan):
         return None
-    assert found.prediction is not None
+    assert other.prediction is not None
     budget = request.budget()
     fits = budget is None or now.device_bytes <= budget
-    return None if fits and found.prediction.step_seconds > WORTH_CHANGING * now.step_seconds else found
+    return None if fits and other.prediction.step_seconds > WORTH_CHANGING * now.step_seconds else other
 
 
 def _lowered(budget: int, held: int | None, error: torch.OutOfMemoryError) -> int:
@@ -336,6 +331,6 @@ def _compared(measured: Rehearsed, now: Prediction, told: Prediction) -> str:
     if measured.peak_bytes is None:
         return took
     held, expected = format_bytes(measured.peak_bytes), format_bytes(told.device_bytes)
-    factors = [f"{one.alpha:.2f}" for one in (now, told) if one.alpha is not None]
+    factors = [f"{prediction.alpha:.2f}" for prediction in (now, told) if prediction.alpha is not None]
     factor = f" (fragmentation factor {' in place of '.join(factors)})" if factors else ""
     return f"{took}; the device holds {held}, {expected} were expected{factor}"

@@ -15,14 +15,13 @@ measured before the search, by all ranks together, with sums as large as the lar
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from threading import Event
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -43,7 +42,13 @@ from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.optim.host_step import HostStep, ParamUpdate, hyperparameters, kernel_of, trial_step
 from lightning_protrain.runtime.optim.step import steps_parameters_alone
-from lightning_protrain.strategy.profile_step import STEP_ERRORS, batch_to_plan_with, undisturbed, with_loss
+from lightning_protrain.strategy.profile_step import (
+    STEP_ERRORS,
+    NoBatchError,
+    batch_to_plan_with,
+    undisturbed,
+    with_loss,
+)
 
 # The first micro-batch records the order of blocks, by which the second one prefetches; the allocator still grows then
 # (on an H100, the second micro-batch of an 8B model took 1.39 s, and a step of the training that followed 1.03 s).
@@ -128,53 +133,25 @@ class Rehearsed:
         )
 
 
-@dataclass(frozen=True)
-class Bound:
-    """The bound of corrections of rates that were measured on this machine.
+def within_bounds(
+    measured: HardwareProfile | None, before: HardwareProfile, corrected: HardwareProfile
+) -> tuple[HardwareProfile, Sequence[str]]:
+    """Return the corrected rates for this run, and a phrase for each resource whose correction is out of bounds.
 
-    Attributes:
-        measured: These rates, without corrections of earlier rehearsals.
+    Args:
+        measured: Rates that were measured on this machine, without corrections of earlier rehearsals; None: no bounds.
+        before: Rates before the correction, which stay in use where the corrected ones are far higher.
+        corrected: Corrected rates.
     """
-
-    measured: HardwareProfile
-
-    def apply(self, before: HardwareProfile, corrected: HardwareProfile) -> Bounded:
-        """Return the corrected rates within the bound; `before` are those that were corrected."""
-
-        def factor(rates: HardwareProfile, name: str) -> float:
-            return float(getattr(rates, name) / getattr(self.measured, name))
-
-        used = kept = corrected
-        wrong, once = list[str](), dict[str, float]()
-        for resource, names in RATES.items():
-            by = factor(corrected, names[0])
-            if LEAST_FACTOR <= by <= LARGEST_FACTOR:
-                continue
-            # What an earlier rehearsal of this run has corrected may be out of bounds, too.
-            known = before if LEAST_FACTOR <= factor(before, names[0]) <= LARGEST_FACTOR else self.measured
-            kept = replace(kept, **{name: getattr(known, name) for name in names})
-            if by < LEAST_FACTOR:
-                once[resource] = by
-            else:
-                used = replace(used, **{name: getattr(before, name) for name in names})
-                wrong.append(f"{resource} at {by:.2g} times the rate measured before")
-        return Bounded(used, kept, wrong, once)
-
-
-class Bounded(NamedTuple):
-    """Corrected rates within the bound.
-
-    Attributes:
-        used: Rates for this run.
-        kept: Rates for the next run.
-        wrong: A phrase for each resource whose correction is neither used nor kept.
-        once: Factor of each resource whose correction is used and not kept.
-    """
-
-    used: HardwareProfile
-    kept: HardwareProfile
-    wrong: Sequence[str] = ()
-    once: Mapping[str, float] = MappingProxyType({})
+    phrases = []
+    for resource, names in RATES.items() if measured is not None else ():
+        factor = getattr(corrected, names[0]) / getattr(measured, names[0])
+        if factor > LARGEST_FACTOR:
+            corrected = replace(corrected, **{name: getattr(before, name) for name in names})
+        if not LEAST_FACTOR <= factor <= LARGEST_FACTOR:
+            use = "not used" if factor > LARGEST_FACTOR else "used in this run alone"
+            phrases.append(f"{resource} at {factor:.2g} times the measured rate ({use})")
+    return corrected, phrases
 
 
 class NotRehearsed(Exception):
@@ -204,9 +181,12 @@ def rehearse(
         raise NotRehearsed("Under manual optimization the module calls backward itself.")
     if trainer.world_size > 1 and trainer.accumulate_grad_batches == 1:
         _refuse_own_gradients(runtime, spare_host_bytes)
-    batch = batch_to_plan_with(trainer, everywhere=True)
-    if batch is None or is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
-        raise NotRehearsed("No batch can be taken ahead of training.")
+    if is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True):
+        raise NotRehearsed("`training_step` takes batches itself, from `dataloader_iter`.")
+    try:
+        batch = batch_to_plan_with(trainer, everywhere=True)
+    except NoBatchError as error:
+        raise NotRehearsed(str(error)) from error
     batch = move_data_to_device(batch, device.torch_device)
     takes_index = is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2)
     own = partial(model.training_step, batch, *([0] if takes_index else []))

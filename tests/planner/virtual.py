@@ -21,7 +21,7 @@ from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile, Segment
-from lightning_protrain.report.slow_steps import OPTIMIZER_STEP
+from lightning_protrain.report.plan_monitor import OPTIMIZER_STEP
 from lightning_protrain.runtime.apply import RunOptions, Runtime, apply_plan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step

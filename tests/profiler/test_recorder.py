@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_protrain.planner.replay import recomputed
+from lightning_protrain.profiler import profile
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.fake_mode import MetaMode, ShapeTensor
 from lightning_protrain.profiler.ops import operation_cost
 from lightning_protrain.profiler.profile import profile_model
-from lightning_protrain.profiler.recorder import NEVER, LiveBytes
+from lightning_protrain.profiler.recorder import NEVER, LiveBytes, Recorder
 from lightning_protrain.profiler.records import ParameterUse, castable
 from tests.profiler.against_real_run import PRECISIONS
 from tests.profiler.attention_block import Attention
@@ -200,21 +202,20 @@ def test_a_shadow_counts_as_one_with_its_original(traced: bool) -> None:
         activation.is_gradient = True
         del second
         assert (live.now, live.held_gradients, activation.gone) == (0, nbytes, live.time + 1)
-        live.check_conserved()
 
 
-def test_bytes_that_nobody_holds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[Tensor] = []
-    model = nn.Sequential(nn.Linear(4, 4))
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_all_activations_of_a_step_are_freed(is_planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorders: list[Recorder] = []
 
-    def step() -> Tensor:
-        kept.append(model(torch.ones(2, 4)))
-        return kept[-1].sum()
+    def recorder(*arguments: Any) -> Recorder:
+        recorders.append(Recorder(*arguments))
+        return recorders[-1]
 
-    somewhere = torch.eye(2).to_sparse()  # has no storage, and nothing to do with it
-    assert profile_model(model, describe_model(model), step).segments  # somebody holds what is left
-    assert somewhere.is_sparse
-    kept.clear()
-    monkeypatch.setattr(LiveBytes, "_leave", lambda *_: None)
-    with pytest.raises(AssertionError, match="without a reference"):
-        profile_model(model, describe_model(model), lambda: model(torch.ones(2, 4)).sum())
+    monkeypatch.setattr(profile, "Recorder", recorder)
+    if is_planted:
+        monkeypatch.setattr(LiveBytes, "_leave", lambda *_: None)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+    assert profile.profile_model(model, describe_model(model), lambda: model(torch.ones(2, 4)).sum()).segments
+    gc.collect()
+    assert (recorders[0]._live.now > 0) is is_planted

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_protrain.profiler import profile
+from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import MAX_ITEMS, unchanged
 
 
@@ -35,36 +37,24 @@ class Plain:
 
 
 class Slotted:
-    """An object with slots, of which one is private and one is empty."""
+    """An object with slots, of which one is private."""
 
-    __slots__ = ("__own", "empty", "value")
+    __slots__ = ("__own", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = self.__own = value
 
     def change(self) -> None:
-        self.value, self.__own, self.empty = 1, 2, 3
+        self.value, self.__own = 1, 2
 
-    def state(self) -> tuple[Any, Any, bool]:
-        return self.value, self.__own, hasattr(self, "empty")
+    def state(self) -> tuple[Any, Any]:
+        return self.value, self.__own
 
 
 class Named(NamedTuple):
     """A tuple of a class of its own."""
 
     value: Any
-
-
-class Loud(OrderedDict[str, int]):
-    """A container that does more than contain."""
-
-    def __init__(self) -> None:
-        super().__init__(b=1, a=2)
-        self.calls = 0
-
-    def __setitem__(self, key: str, value: int) -> None:
-        self.calls = getattr(self, "calls", 0) + 1
-        super().__setitem__(key, value)
 
 
 def draws(generator: Any) -> Any:
@@ -159,8 +149,9 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize(
+    ("kind", "holder"), [*((kind, "object") for kind in GENERATORS), *(("torch", holder) for holder in HOLDERS)]
+)
 def test_generators_are_put_back(kind: str, holder: str) -> None:
     generator = GENERATORS[kind]()
     draws(generator)
@@ -201,7 +192,6 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "counter": (lambda: Counter("aab"), lambda held: held.update("abc")),
     "set": (lambda: {1, 2}, lambda held: held.add(3)),
     "deque": (lambda: deque([1, 2], maxlen=2), lambda held: held.append(3)),
-    "bytes": (lambda: bytearray(b"ab"), lambda held: held.append(3)),
 }
 
 
@@ -221,11 +211,9 @@ def test_slots_are_put_back() -> None:
     held = Slotted(5)
     with unchanged(held):
         held.change()
-        assert held.state() == (1, 2, True)
-    assert held.state() == (5, 5, False)
-    with unchanged(held):
+        assert held.state() == (1, 2)
         del held.value
-    assert held.state() == (5, 5, False)
+    assert held.state() == (5, 5)
 
 
 def test_variables_of_a_closure_are_put_back() -> None:
@@ -239,16 +227,6 @@ def test_variables_of_a_closure_are_put_back() -> None:
     with unchanged(Plain(step=step)):
         assert step() == 1
     assert count == 0
-
-
-def test_the_methods_of_a_subclass_are_not_called() -> None:
-    held = Loud()
-    before = held.calls
-    with unchanged(held):
-        OrderedDict.move_to_end(held, "b")
-        OrderedDict.__setitem__(held, "c", 3)
-    assert list(held.items()) == [("b", 1), ("a", 2)]
-    assert held.calls == before
 
 
 def test_what_refers_to_itself_ends() -> None:
@@ -322,3 +300,10 @@ def test_what_is_attached_to_a_tensor_is_put_back() -> None:
     assert module.weight.state is state
     assert state.scale is inner
     assert not hasattr(module.weight, "more")
+
+
+def test_every_module_of_a_large_model_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "MAX_OBJECTS", 100)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(20)))
+    profile.profile_model(model, describe_model(model), lambda: model(torch.ones(1, 2)).sum())
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -25,9 +25,8 @@ from lightning_protrain.device.recording import Lane
 from lightning_protrain.planner.problem import Training
 from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.records import HardwareProfile
-from lightning_protrain.report import plan_monitor, slow_steps
-from lightning_protrain.report.plan_monitor import PlanMonitor
-from lightning_protrain.report.slow_steps import busy_seconds, fastest, slowest
+from lightning_protrain.report import plan_monitor
+from lightning_protrain.report.plan_monitor import PlanMonitor, busy_seconds, fastest, slowest
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.strategy import plan_session
 from tests.planner.virtual import Case, plan_of, problem_of, profile_of, rates_of, run
@@ -118,8 +117,8 @@ def own(kind: type[ParityModule]) -> ParityModule:
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compare four steps, however short, by a clock that does not depend on the machine."""
-    monkeypatch.setattr(slow_steps, "NUM_STEPS", 4)
-    monkeypatch.setattr(slow_steps, "LEAST_SECONDS", 1e-6)
+    monkeypatch.setattr(plan_monitor, "NUM_STEPS", 4)
+    monkeypatch.setattr(plan_monitor, "LEAST_SECONDS", 1e-6)
     monkeypatch.setattr(plan_monitor, "time", SimpleNamespace(perf_counter=lambda: CLOCK.seconds))
     with CLOCK.running():
         yield
@@ -169,7 +168,7 @@ def test_slow_steps_are_warned_of_once_with_what_is_slow(
 
 @pytest.mark.usefixtures("few_steps")
 def test_short_steps_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_steps, "LEAST_SECONDS", 0.02)
+    monkeypatch.setattr(plan_monitor, "LEAST_SECONDS", 0.02)
     assert trained(own(Slow))[1] == []
 
 
@@ -204,8 +203,8 @@ BETTER = "A better plan may exist. "
 @pytest.mark.parametrize(
     ("kind", "is_rehearsed", "ends"),
     [
-        (ParityModule, False, BETTER + slow_steps._REHEARSE),
-        (ParityModule, True, BETTER + slow_steps._AGAIN),
+        (ParityModule, False, BETTER + plan_monitor._REHEARSE),
+        (ParityModule, True, BETTER + plan_monitor._AGAIN),
         (Smaller, False, None),
     ],
 )
@@ -258,7 +257,7 @@ def test_the_next_run_rehearses_again_if_steps_are_faster_than_rehearsed(
         fit(module, strategy=ProTrainStrategy(device_memory=budget, hardware=CPU, rehearse=True), max_steps=12)
     told = [line for line in caplog.messages if "rehearse" in line]
     assert all(line.startswith(begin) for line, begin in zip(told, expected, strict=True)), told
-    assert all(line.endswith(BETTER + slow_steps._AGAIN) for line in told if line.startswith("A step takes "))
+    assert all(line.endswith(BETTER + plan_monitor._AGAIN) for line in told if line.startswith("A step takes "))
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -283,7 +282,7 @@ def test_less_memory_than_predicted_is_told_once_unless_it_was_measured_before(
         trained(module, callbacks=callbacks, max_steps=12)
     told = [line for line in caplog.messages if line.startswith("The device holds ")]
     assert len(told) == (1 if part == 0.5 and not callbacks else 0)
-    assert all(f"were predicted: 50% less. {BETTER}{slow_steps._REHEARSE}" in line for line in told)
+    assert all(f"were predicted: 50% less. {BETTER}{plan_monitor._REHEARSE}" in line for line in told)
 
 
 def slow_network(rank: int) -> list[str]:
@@ -295,7 +294,7 @@ def slow_network(rank: int) -> list[str]:
         end(collectives, *args)
 
     Collectives.end = late  # type: ignore[method-assign]
-    slow_steps.NUM_STEPS, slow_steps.LEAST_SECONDS = 4, 1e-6
+    plan_monitor.NUM_STEPS, plan_monitor.LEAST_SECONDS = 4, 1e-6
     torch.set_num_threads(1)
 
     budget = 3 * sum(weight.nbytes for weight in Module("full").parameters())
@@ -352,7 +351,7 @@ def test_the_bar_shows_time_and_peak_beside_the_prediction(monkeypatch: pytest.M
             zoo()["dropout"](), callbacks=[bar, watching, PlanMonitor()], max_steps=4, enable_progress_bar=True
         )
     prediction = trainer.strategy.plan.prediction
-    told = slow_steps.short_seconds(prediction.step_seconds)
+    told = plan_monitor.short_seconds(prediction.step_seconds)
     assert all(shown["step"].endswith(f" (predicted: {told})") for shown in bar.shown[2:])
     assert all(shown["peak"].startswith("2.0 KiB (predicted: ") for shown in bar.shown)
     assert set().union(*watching.seen) == set()

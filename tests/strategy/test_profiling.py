@@ -340,7 +340,7 @@ def _streaming() -> ParityModule:
 
 
 UNKNOWN: dict[str, tuple[Callable[[], ParityModule], str]] = {
-    "iterable": (_streaming, r"No batch can be taken ahead of training .*the data is iterable"),
+    "iterable": (_streaming, r"No batch can be taken ahead of training: Stream is an iterable dataset\."),
     "fetches": (lambda: Fetches(LanguageModel([Mlp(), Mlp()])), "takes batches itself, from `dataloader_iter`"),
 }
 

@@ -13,7 +13,7 @@ from torch.utils.data import (
     Dataset,
 )
 
-from lightning_protrain.strategy.profile_step import batch_to_plan_with
+from lightning_protrain.strategy.profile_step import NoBatchError, batch_to_plan_with
 from tests.support import police
 
 LENGTH = 28
@@ -47,7 +47,11 @@ class Ahead(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.take:
-            self.ahead = batch_to_plan_with(trainer)
+            self.ahead, self.refusal = None, ""
+            try:
+                self.ahead = batch_to_plan_with(trainer)
+            except NoBatchError as error:
+                self.refusal = str(error)
             self.left = police.child_processes()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
