@@ -19,7 +19,7 @@ ENTRY_POINTS = ("checkpoint.inspection", "commands.environment", "commands.file_
 # The layers of the package, from the ground up: a module imports from its own layer and from those below it, and a name
 # that is not here belongs to the layer of the longest prefix that is. "" is the package's own `__init__.py`.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("config", "progress", "torchvision_build", "cgroup_limits", "quant_state", "connections"),
+    ("config", "progress", "torchvision_build", "cgroup_limits", "quant_state", "connections", "rank_store"),
     ("trainer_events",),
     ("checkpoint",),
     ("callbacks.checkpoint",),
@@ -49,6 +49,7 @@ HOUSES: dict[str, tuple[str, ...]] = {
         "cgroup_limits",
         "quant_state",
         "connections",
+        "rank_store",
         "trainer_events",
     ),
     "engine": ("device", "profiler", "planner", "runtime", "distributed", "report", "strategy", "fsdp2"),

@@ -110,7 +110,7 @@ class _Together:
         mine = _NO_LOADER if self._next is None else self._next[2]
         lowest = torch.tensor([mine])
         work = dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self._ranks.meeting, async_op=True)
-        self._ranks.rank_health.wait(work, "the next batch of an evaluation")
+        self._ranks.store.wait(work, "the next batch of an evaluation")
         loader = int(lowest)
         if loader == _NO_LOADER:
             raise StopIteration

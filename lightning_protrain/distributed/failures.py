@@ -6,46 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_protrain.runtime.comm.rank_health import naming_wait
+from lightning_protrain.rank_store import RankStore
 
 
 class FirstRankRefused(Exception):
     """The `__cause__` of an error on another rank that rank 0 already shows to the user."""
-
-
-def share_failure(error: BaseException | None, doing: str) -> None:
-    """Exchange errors between ranks; every rank calls it at the same point, with or without an error.
-
-    Args:
-        error: Error of this rank, or None.
-        doing: Activity of all ranks, for the message, such as `"Validation at step 4"`.
-
-    Raises:
-        RuntimeError: If another rank has failed or exited, and this rank has no error.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    texts: list[str | None] = [None] * dist.get_world_size()
-    mine = None if error is None else f"{type(error).__name__}: {error}"
-    try:
-        with naming_wait(f"the other ranks ({doing[0].lower()}{doing[1:]})"):
-            dist.all_gather_object(texts, mine)
-    except RuntimeError as gone:
-        if error is not None:  # Raise this rank's own error.
-            return
-        raise RuntimeError(
-            f"{doing} cannot be ended on rank {dist.get_rank()}: another rank does not answer any more. The log of "
-            "that rank may have the reason."
-        ) from gone
-    failed = [f"rank {rank} ({text})" for rank, text in enumerate(texts) if text is not None]
-    if failed and error is None:
-        raise RuntimeError(f"{doing} failed on {', '.join(failed)}; rank {dist.get_rank()} stops with it.")
 
 
 @contextmanager
@@ -53,17 +23,13 @@ def failing_together(doing: str) -> Iterator[None]:
     """Raise an error on all ranks if the body of this context fails on one; every rank enters it.
 
     Args:
-        doing: Activity of all ranks, see `share_failure`.
+        doing: Activity of all ranks, for the message, such as `"Validation at step 4"`.
 
     Raises:
-        RuntimeError: If another rank has failed or exited.
+        FailedElsewhere: If another rank has failed or exited.
     """
-    try:
+    with RankStore.current().together(doing):
         yield
-    except BaseException as error:
-        share_failure(error, doing)
-        raise
-    share_failure(None, doing)
 
 
 @contextmanager
@@ -73,7 +39,7 @@ def warning_together(doing: str) -> Iterator[None]:
     It is for work that training does not need: code of users may raise anything there, and must not cost the model.
 
     Args:
-        doing: Activity of all ranks, see `share_failure`.
+        doing: Activity of all ranks, see `failing_together`.
     """
     try:
         with failing_together(doing):
@@ -101,8 +67,8 @@ def broadcast_buffers_once(model: nn.Module | None) -> None:
 class SharedFailure(Callback):
     """A callback that ends validation and test on all ranks if one rank fails.
 
-    Without it, the other ranks wait in the all-reduce of metrics until the process group times out. It costs one small
-    collective for each evaluation on several ranks.
+    Without it, the other ranks wait in the all-reduce of metrics until the process group times out. It costs one
+    exchange of messages for each evaluation on several ranks.
     """
 
     def __init__(self) -> None:
@@ -121,18 +87,22 @@ class SharedFailure(Callback):
         self._doing = "Test"
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise RuntimeError before metrics are reduced, if another rank has failed."""
+        """Raise FailedElsewhere before metrics are reduced, if another rank has failed."""
         self._end(None)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise RuntimeError before metrics are reduced, if another rank has failed."""
+        """Raise FailedElsewhere before metrics are reduced, if another rank has failed."""
         self._end(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report the error to the other ranks if they wait for this one."""
         self._end(exception)
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Show the other ranks no further signs of life."""
+        RankStore.rest()
+
     def _end(self, error: BaseException | None) -> None:
         doing, self._doing = self._doing, None
         if doing is not None:
-            share_failure(error, doing)
+            RankStore.current().gather(None, doing, error=error)

@@ -27,8 +27,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_protrain.config import LaunchOptions, StartMethod
 from lightning_protrain.device.device import Device, open_device
 from lightning_protrain.device.topology import PeerAccess, numa_node, peers_found
+from lightning_protrain.rank_store import naming_wait
 from lightning_protrain.runtime.comm.collectives import RankMesh, make_rank_mesh
-from lightning_protrain.runtime.comm.rank_health import naming_wait
 
 
 def choose_launcher(strategy: ParallelStrategy, start_method: StartMethod, num_nodes: int, num_processes: int) -> Any:

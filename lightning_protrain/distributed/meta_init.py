@@ -25,8 +25,8 @@ from torch.utils import swap_tensors
 
 from lightning_protrain.distributed.ddp import broadcast_weights
 from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.quant_state import attach_companions, has_companions, place_companions
+from lightning_protrain.rank_store import RankStore
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.param import dense_like
 
@@ -100,7 +100,7 @@ def load_on_first(ranks: RankMesh, load: Callable[[], T], outline: Callable[[], 
     with failing_together("Loading the weights"):
         if first:
             made = load()
-    states = gather((before, torch.get_rng_state()), "the random states of the other ranks")
+    states = RankStore.current().gather((before, torch.get_rng_state()), "Comparing random states")
     began, ended = states[ranks.first_of_node]
     torch.set_rng_state(ended if torch.equal(began, before) else states[ranks.rank][1])
     return made
@@ -114,9 +114,9 @@ def find_waiting(model: nn.Module, ranks: RankMesh) -> frozenset[str]:
     Raises:
         ValueError: If such a tensor is a parameter; raised on all ranks.
     """
-    everywhere = gather(
+    everywhere = RankStore.current().gather(
         [(place.name, place.put is None) for place in _places(model) if place.tensor.is_meta],
-        "the names of meta tensors of the other ranks",
+        "Comparing meta tensors",
     )
     firsts = range(0, ranks.world_size, ranks.local_size)
     for rank in firsts:
@@ -144,7 +144,7 @@ def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
         ValueError: If a view of a meta parameter exists, so that it cannot be allocated.
     """
     places = [place for place in _places(model) if place.name in waiting]
-    forms: dict[str, _Form] = gather({place.name: _form_of(place.tensor) for place in places})[0]
+    forms = RankStore.current().broadcast({place.name: _form_of(place.tensor) for place in places}, "Comparing tensors")
     with failing_together("Allocating memory for weights"):
         given: dict[int, Tensor] = {}
         for place in places:

@@ -40,12 +40,11 @@ from lightning_protrain.distributed.evaluation import each_once, evaluate_each_o
 from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.distributed.finite import FiniteLosses
 from lightning_protrain.distributed.launch import ProcessPlace, connect
-from lightning_protrain.distributed.ranks import gather
 from lightning_protrain.planner.free_memory import FreeMemory, least, shortages
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.rank_store import RankStore, is_of_collective
 from lightning_protrain.runtime.comm.collectives import RankMesh
-from lightning_protrain.runtime.comm.rank_health import is_of_collective, naming_wait
 
 _T = TypeVar("_T")
 
@@ -305,7 +304,7 @@ class RankSync:
         self.sigterm.note_batch()
         batch = f"batch {trainer.fit_loop.epoch_loop.batch_progress.current.ready} of epoch {trainer.current_epoch}"
         step = f"Training at step {trainer.global_step}"
-        self.mesh.rank_health.doing = f"{step} in {batch}" if self._every_batch else step
+        self.mesh.store.doing = f"{step} in {batch}" if self._every_batch else step
         has_sigterm, why = trainer.received_sigterm or self.sigterm.received, self.losses.why_to_stop()
         if self.meet(batch, has_sigterm or bool(why)):
             self._stop_if(why, f"the reason to end at {batch}")
@@ -367,7 +366,7 @@ class RankSync:
         """Return an error that names the missing ranks if `error` comes from a collective; else return `error`."""
         if self.mesh is None or not is_of_collective(error):
             return error
-        return self.mesh.rank_health.explain()
+        return self.mesh.store.explain()
 
     @contextmanager
     def explaining(self) -> Generator[None]:
@@ -375,8 +374,6 @@ class RankSync:
         try:
             yield
         except RuntimeError as error:
-            if self.mesh is None or self.mesh.rank_health.has_explained(error):
-                raise
             if (explained := self.explain(error)) is error:
                 raise
             raise explained from error
@@ -385,14 +382,15 @@ class RankSync:
         """Report an error of this rank to the others; name the missing ranks if it is an error of a collective."""
         if self.mesh is None:
             return
-        rank_health = self.mesh.rank_health
-        if is_of_collective(exception) and not rank_health.has_explained(exception):
-            exception.add_note(str(rank_health.explain()))  # A collective of a metric or of the user.
-        at = rank_health.doing[0].lower() + rank_health.doing[1:]
-        rank_health.sign_off(f"failed ({at}) with {type(exception).__name__}: {exception}")
+        store = self.mesh.store
+        if is_of_collective(exception):
+            exception.add_note(str(store.explain()))  # A collective of a metric or of the user.
+        at = store.doing[0].lower() + store.doing[1:]
+        store.sign_off(f"failed ({at}) with {type(exception).__name__}: {exception}")
 
     def close(self) -> None:
         """Restore the loops and signal handlers of the Trainer after a run."""
+        RankStore.rest()
         self.sigterm.close()
         self.losses.end()
         self._patches.close()
@@ -497,12 +495,10 @@ def refuse_other_models(mine: Mapping[str, str]) -> None:
     Raises:
         ValueError: If a rank differs from rank 0; raised on all ranks, with the first difference.
     """
-    if (
-        len(set(gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest(), "the models of the other ranks")))
-        == 1
-    ):
+    store, doing = RankStore.current(), "Comparing models"
+    if len(set(store.gather(hashlib.sha256(repr([*mine.items()]).encode()).hexdigest(), doing))) == 1:
         return
-    first, *others = gather(dict(mine))
+    first, *others = store.gather(dict(mine), doing)
     for rank, other in enumerate(others, 1):
         if [*other.items()] != [*first.items()]:
             every = {**first, **other}
@@ -533,7 +529,7 @@ def refuse_differences(facts: Mapping[str, str]) -> None:
     Raises:
         ValueError: If a rank differs from rank 0; raised on all ranks.
     """
-    everywhere = gather(dict(facts), f"the {', '.join(facts)} of the other ranks")
+    everywhere = RankStore.current().gather(dict(facts), f"Comparing {', '.join(facts)}")
     for what in facts:
         for rank, other in enumerate(everywhere):
             if other[what] != everywhere[0][what]:
@@ -556,7 +552,7 @@ def say_if_weights_differ(model: nn.Module, ignored: Collection[str] = ()) -> No
         if parameter.numel() and not parameter.is_meta and name not in ignored:
             head = parameter.detach().flatten()[:16].cpu().clone(memory_format=torch.contiguous_format)
             digest.update(head.as_strided((head.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
-    digests = gather(digest.hexdigest(), "the weights of the other ranks")
+    digests = RankStore.current().gather(digest.hexdigest(), "Comparing weights")
     others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         rank_zero_info(
@@ -573,21 +569,12 @@ def least_memory(mine: FreeMemory, ranks: RankMesh) -> FreeMemory:
         ranks: The ranks.
 
     Raises:
-        RuntimeError: If a rank has exited or failed.
+        FailedElsewhere: If a rank has exited or failed.
     """
-    values = mine.device, mine.host, mine.weights, mine.shared
-    own = torch.tensor([-1 if value is None else value for value in values])
-    everywhere = [torch.empty_like(own) for _ in range(ranks.world_size)]
-    work = dist.all_gather(everywhere, own, group=ranks.meeting, async_op=True)
-    ranks.rank_health.wait(work, "the memory of all ranks")
-    found = []
-    for each in everywhere:
-        device, host, weights, shared = each.tolist()
-        limits = [None if value < 0 else value for value in (device, host, shared)]
-        found.append(FreeMemory(limits[0], limits[1], weights, limits[2]))
-    for sentence in shortages(found):
+    everywhere = ranks.store.gather(mine, "Comparing free memory")
+    for sentence in shortages(everywhere):
         rank_zero_info(sentence)
-    return least(found, ranks.local_size)
+    return least(everywhere, ranks.local_size)
 
 
 def decide(make: Callable[[], Plan]) -> Plan:
@@ -599,15 +586,13 @@ def decide(make: Callable[[], Plan]) -> Plan:
     Raises:
         ValueError: If no plan fits on rank 0; raised on all ranks.
     """
-    sent: list[str | ValueError | None] = [None]
+    answer: str | ValueError | None = None
     if dist.get_rank() == 0:
         try:
-            sent[0] = make().to_json()
+            answer = make().to_json()
         except ValueError as error:
-            sent[0] = error
-    with naming_wait("the plan of rank 0"):
-        dist.broadcast_object_list(sent, 0)
-    answer = sent[0]
+            answer = error
+    answer = RankStore.current().broadcast(answer, "Planning")
     if isinstance(answer, ValueError):
         raise answer from (None if dist.get_rank() == 0 else FirstRankRefused("Rank 0 made no plan."))
     assert isinstance(answer, str)
@@ -620,7 +605,7 @@ def refuse_uneven(num_batches: float) -> None:
     Args:
         num_batches: Number of training batches of one epoch on this rank.
     """
-    counts = gather(num_batches, "the numbers of training batches of the other ranks")
+    counts = RankStore.current().gather(num_batches, "Comparing the numbers of training batches")
     if any(count != counts[0] for count in counts):
         each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         raise ValueError(

@@ -35,9 +35,9 @@ from lightning_protrain.distributed.meta_init import (
 from lightning_protrain.distributed.rank_sync import RankSync, refuse_others, say_if_weights_differ
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.records import ModelLayout
+from lightning_protrain.rank_store import naming_wait
 from lightning_protrain.runtime.apply import Runtime, refuse_meta
 from lightning_protrain.runtime.comm.collectives import RankMesh
-from lightning_protrain.runtime.comm.rank_health import naming_wait
 from lightning_protrain.strategy.overlap import writes_averages
 
 # Maximum size of one broadcast message.

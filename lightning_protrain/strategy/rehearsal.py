@@ -21,13 +21,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_protrain.config import format_bytes, parse_bytes, plural
 from lightning_protrain.device.device import Device
-from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.distributed.rank_sync import decide, gather
+from lightning_protrain.distributed.rank_sync import decide
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.memory_timeline import measured_alpha
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.request import PlanRequest
+from lightning_protrain.rank_store import RankStore
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.strategy.rehearsal_cache import RehearsalCache
 from lightning_protrain.strategy.rehearsed_step import (
@@ -95,7 +95,7 @@ class Rehearsal:
         if knows and self._is_measured:
             self._uncorrected = request
         mine = RehearsalCache.read(self._folder, machine, request) if knows else None
-        self._cache = gather(mine, "what earlier runs have measured")[0]
+        self._cache = RankStore.current().broadcast(mine, "Reading earlier measurements")
         return request if self._cache is None else self._cache.applied_to(request)
 
     def improve(self, trainer: Trainer, request: PlanRequest, plan: Plan, place: Place) -> tuple[PlanRequest, Plan]:
@@ -130,10 +130,10 @@ class Rehearsal:
             placed = place(plan, spare)
             if rounds == ROUNDS:
                 return request, plan
-            with failing_together("The rehearsal of the plan"):
+            with RankStore.current().together("The rehearsal of the plan"):
                 mine = _try(partial(rehearse, trainer, *placed, spare), request, placed[1], shrinks < MOST_SHRINKS)
             del placed  # The next placement needs the memory of this one.
-            outcome = _of_ranks(gather(mine, "the rehearsals of the other ranks"))
+            outcome = _of_ranks(RankStore.current().gather(mine, "Comparing rehearsals"))
             if isinstance(outcome, NotRehearsed):
                 rank_zero_info(f"The plan is not rehearsed: {outcome}")
                 return request, plan

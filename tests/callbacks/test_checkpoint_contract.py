@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Redu
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.callbacks.checkpoint.resume import ResumedFit
 from lightning_protrain.callbacks.checkpoint.run_signature import (
     data_signature,
@@ -32,6 +31,7 @@ from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.data.batches.pack import single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
+from lightning_protrain.rank_store import RankStore
 from tests.support.trainers import SILENT
 
 
@@ -403,7 +403,7 @@ def _module() -> Any:
 
 def _resumed(saved: dict[str, Any], trainer: Any) -> ResumedFit:
     resumption = ResumedFit()
-    resumption.begin(trainer, RankExchange.open("x"))
+    resumption.begin(trainer, RankStore.open("x"))
     resumption.accept(trainer, {"state_dict": trainer.lightning_module.state_dict(), **saved}, "x")
     return resumption
 

@@ -17,12 +17,12 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.callbacks.checkpoint.setup import install_io, installed_io
 from lightning_protrain.checkpoint.atomic import Files, free_bytes
 from lightning_protrain.checkpoint.discover import pointed
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import read_manifest
+from lightning_protrain.rank_store import RankStore
 from tests.checkpoint.contents import save
 from tests.checkpoint.disks import Stuck
 from tests.support.counter_runs import LOSSES, Counter, _fit, _names, _steps, _weight
@@ -35,7 +35,7 @@ def _trainer(*plugins: object) -> L.Trainer:
 @pytest.mark.parametrize("given", [None, "run", "a"])
 def test_folders_of_the_run_are_saved(given: str | None) -> None:
     trainer = _trainer(*([] if given is None else [ProTrainCheckpointIO(given)]))
-    checkpoints = install_io(trainer, "a", exchange := RankExchange(None))
+    checkpoints = install_io(trainer, "a", exchange := RankStore(None))
     assert installed_io(trainer) is trainer.strategy.checkpoint_io is checkpoints
     assert (checkpoints.run, checkpoints.rank, checkpoints.together) == ("a", 0, exchange.together)
 

@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_protrain.callbacks.checkpoint import rank_exchange
+from lightning_protrain import rank_store
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint import io
 from lightning_protrain.checkpoint.consolidation import load_folder
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_on_both(tmp_path: Path) -
 def test_a_rank_that_dies_in_a_save_leaves_the_former_one_and_ends_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_exchange, "BOUND", 2.0)
+    monkeypatch.setattr(rank_store, "BOUND", 2.0)
 
     def fit(rank: int, root: Path) -> None:
         class Dies(Counter):

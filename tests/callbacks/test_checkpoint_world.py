@@ -17,9 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_protrain.callbacks.checkpoint import rank_exchange, resume
+from lightning_protrain import rank_store
+from lightning_protrain.callbacks.checkpoint import resume
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.callbacks.checkpoint.resume import (
     ACCUMULATING,
     MOST_COMPARED,
@@ -35,6 +35,7 @@ from lightning_protrain.checkpoint.manifest import MANIFEST
 from lightning_protrain.checkpoint.rank_state import capture
 from lightning_protrain.checkpoint.serialize import RANK_STATES, WEIGHTS
 from lightning_protrain.checkpoint.verification import Fault, verify
+from lightning_protrain.rank_store import RankStore
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.checkpoint.contents import content, flip, save_content
 from tests.support.counter_runs import Steps
@@ -199,7 +200,7 @@ def _kill_in(phase: str) -> None:
 
 
 def test_a_rank_that_writes_for_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_exchange, "BOUND", 1.0)
+    monkeypatch.setattr(rank_store, "BOUND", 1.0)
 
     def act(rank: int) -> int:
         checkpoints = ProTrainCheckpointIO()
@@ -360,9 +361,9 @@ def _save(root: Path, *steps: int, **record: Any) -> None:
 
 
 def _chosen(rank: int, root: Path) -> tuple[str | None, list[str]]:
-    exchange = RankExchange.open("x")
+    exchange = RankStore.open("x")
     newest = newest_of_all(exchange, rank, root, "run")
-    exchange.close()
+    exchange.sign_off("has ended")
     return newest.chosen and newest.chosen.path.name, [f"{path.name} {what}" for path, what in newest.skipped]
 
 

@@ -12,13 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_protrain import rank_store
 from lightning_protrain.callbacks.evaluator import Evaluator
-from lightning_protrain.distributed.failures import (
-    SharedFailure,
-    broadcast_buffers_once,
-    failing_together,
-    share_failure,
-)
+from lightning_protrain.distributed.failures import SharedFailure, broadcast_buffers_once, failing_together
 from lightning_protrain.models.metrics import TokenLoss
 from tests.callbacks.evaluated import Data, Sums
 from tests.support.ranks import Outcome, kill_this_rank, run_ranks, trainer_on_rank, values
@@ -135,11 +131,12 @@ def test_the_others_end_with_the_name_of_the_rank(stage: str, tmp_path: Path) ->
         assert "failed on rank 1 (ValueError: a bad row)" in str(each.error)
 
 
-def test_a_rank_that_is_killed_is_noticed(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_store, "BOUND", 3.0)
     outcomes = run_ranks(evaluate, 2, tmp_path, "validate", "dies", 2)
     _all_end(outcomes)
     assert outcomes[1].error == "killed"
-    assert "another rank does not answer" in str(outcomes[0].error)
+    assert "rank 1 has not responded for 3 s" in str(outcomes[0].error)
 
 
 def test_without_the_exchange_other_ranks_do_not_learn_the_error(tmp_path: Path) -> None:
@@ -223,31 +220,11 @@ def together(rank: int, failing: list[int]) -> int:
 @pytest.mark.parametrize("failing", [[], [1], [0, 1]])
 def test_failing_together(failing: list[int], tmp_path: Path) -> None:
     errors = [each.error for each in run_ranks(together, 2, tmp_path, failing)]
-    message = "RuntimeError: Saving failed on rank 1 (OSError: disk 1); rank 0 stops with it."
+    message = "FailedElsewhere: Saving failed on rank 1 (OSError: disk 1); rank 0 stops with it."
     assert (
         errors
         == {0: [None, None], 1: [message, "OSError: disk 1"], 2: ["OSError: disk 0", "OSError: disk 1"]}[len(failing)]
     )
-
-
-def share(rank: int, failing: list[int]) -> None:
-    share_failure(OSError(f"disk {rank}") if rank in failing else None, "Saving")
-
-
-@pytest.mark.parametrize("failing", [[], [2], [0, 1], [0, 1, 2]])
-def test_share_failure(failing: list[int], tmp_path: Path) -> None:
-    for rank, each in enumerate(run_ranks(share, 3, tmp_path, failing)):
-        if failing and rank not in failing:
-            assert each.error is not None
-            assert each.error.startswith("RuntimeError: Saving failed on rank")
-            assert all(f"rank {other} (OSError: disk {other})" in each.error for other in failing)
-        else:
-            assert each.error is None
-
-
-def test_alone_there_is_nobody_to_tell() -> None:
-    assert not torch.distributed.is_initialized()
-    share_failure(OSError("disk"), "Saving")  # returns
 
 
 def _all_end(outcomes: list[Outcome]) -> None:

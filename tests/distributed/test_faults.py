@@ -25,6 +25,7 @@ from lightning_protrain import ProTrainStrategy
 from lightning_protrain.distributed import rank_sync
 from lightning_protrain.distributed.rank_sync import SigtermNote, SigtermWatch
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
+from lightning_protrain.rank_store import FailedElsewhere
 from tests.support.faulty_ranks import AT_END, GONE, ONGOING, TOKENS, UNEVEN, Faulty
 from tests.support.rank_models import Module, strategy_of
 from tests.support.ranks import kill_this_rank, run_ranks, trainer_on_rank, values
@@ -172,20 +173,15 @@ def test_a_rank_missing_in_a_collective_of_user_code_is_noted(tmp_path: Path) ->
     assert first.value[1].startswith(f"Training at step 4 ends on rank 0: {GONE}"), first
 
 
-SAID = RuntimeError("Training at step 3 ends on rank 0: rank 1 is gone")
+SAID = FailedElsewhere("Training at step 3 ends on rank 0: rank 1 is gone")
 KINDS = pytest.mark.parametrize("kind", [ProTrainStrategy, ProTrainFSDP2Strategy])
 
 
 def strategy_of_two(kind: type[ProTrainStrategy], notes: list[str]) -> ProTrainStrategy:
     """Return a strategy that has met another rank, which is gone now; `notes` receives its notes for other ranks."""
     strategy = kind()
-    rank_health = SimpleNamespace(
-        doing="Training at step 3",
-        sign_off=notes.append,
-        explain=lambda: SAID,
-        has_explained=lambda error: "ends on rank 0" in str(error),
-    )
-    strategy._sync.mesh = SimpleNamespace(rank_health=rank_health)  # type: ignore[assignment]
+    store = SimpleNamespace(doing="Training at step 3", sign_off=notes.append, explain=lambda: SAID)
+    strategy._sync.mesh = SimpleNamespace(store=store)  # type: ignore[assignment]
     return strategy
 
 
@@ -216,7 +212,7 @@ def test_errors_of_collectives_are_explained(kind: type[ProTrainStrategy], error
 @KINDS
 def test_errors_are_explained_once(kind: type[ProTrainStrategy]) -> None:
     strategy = strategy_of_two(kind, [])
-    first = RuntimeError(
+    first = FailedElsewhere(
         "Training at step 3 ends on rank 0: rank 1 failed with RuntimeError: Connection closed by peer"
     )
     with pytest.raises(RuntimeError) as raised, strategy._sync.explaining():
@@ -232,7 +228,7 @@ def test_a_rank_that_fails_says_where(kind: type[ProTrainStrategy]) -> None:
     assert notes == ["failed (training at step 3) with KeyError: 'x'"]
     for error, explained in (
         (RuntimeError("Connection closed by peer"), [str(SAID)]),
-        (RuntimeError("Training at step 3 ends on rank 0: Connection closed by peer"), []),
+        (FailedElsewhere("Training at step 3 ends on rank 0: Connection closed by peer"), []),
         (RuntimeError("shapes"), []),
     ):
         strategy.on_exception(error)

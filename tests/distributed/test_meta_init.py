@@ -22,6 +22,7 @@ from lightning_protrain.distributed.meta_init import (
 )
 from lightning_protrain.models.loading import load_model, outline_model
 from lightning_protrain.quant_state import has_companions
+from lightning_protrain.rank_store import RankStore
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from tests.support.networks import networks
 from tests.support.quantised import QuantisedLanguageModel
@@ -156,7 +157,7 @@ def test_what_waits_is_what_the_first_rank_has(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="'turned' is on the meta device on rank 0"):
         find_waiting(outline, ALONE)
     everywhere = [[(".rates", False)], [("first.weight", True), (".rates", False), (".original", False)]]
-    monkeypatch.setattr("lightning_protrain.distributed.meta_init.gather", lambda mine, what: everywhere)
+    monkeypatch.setattr(RankStore, "gather", lambda self, mine, doing: everywhere)
     assert find_waiting(whole, seen_from(0, 2, 2)) == {"first.weight", ".original"}
     with pytest.raises(ValueError, match="on rank 1, the first of its node"):
         find_waiting(whole, seen_from(0, 2, 1))
@@ -188,9 +189,7 @@ def test_random_numbers_go_on_as_where_values_are_made(monkeypatch: pytest.Monke
     ended = torch.get_rng_state()
     for before, wanted in ((begun, ended), (torch.get_rng_state(), None)):
         torch.set_rng_state(before)
-        monkeypatch.setattr(
-            "lightning_protrain.distributed.meta_init.gather", lambda mine, what: [(begun, ended), mine]
-        )
+        monkeypatch.setattr(RankStore, "gather", lambda self, mine, doing: [(begun, ended), mine])
         made = load_on_first(seen_from(1, 2, 2), lambda: "values", lambda: torch.empty(1).device.type)
         assert made == "meta"
         assert torch.equal(torch.get_rng_state(), before if wanted is None else wanted)

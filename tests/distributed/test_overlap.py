@@ -365,7 +365,7 @@ def test_an_owner_that_is_killed_is_named_with_what_it_leaves_undone(overlap: st
     assert killed.error == "killed"
     assert alone.error != "hangs"
     error, saved = alone.value
-    assert re.match(r"RuntimeError: Training at step \d ends on rank 0: rank 1 is gone without a word", error), error
+    assert re.match(r"FailedElsewhere: Training at step \d ends on rank 0: rank 1 is gone without a word", error), error
     assert is_refused(saved)
     # Behind backward rank 0 may have been waiting for averages.
     assert overlap == "backward" or re.search(r"its part of step \d of 'model\.", error), error

@@ -19,9 +19,8 @@ from torch.distributed.nn import functional as differentiable
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_protrain import ProTrainStrategy
+from lightning_protrain import ProTrainStrategy, rank_store
 from lightning_protrain.models.loading import load_once
-from lightning_protrain.runtime.comm import rank_health
 from lightning_protrain.strategy import profile_step
 from tests.support.machines import CPU
 from tests.support.ranks import run_ranks, trainer_on_rank, values
@@ -189,7 +188,7 @@ def test_what_rank_0_cannot_know_is_named_on_every_rank_where_a_budget_is_given(
 
 def wait_for_profile(rank: int, ends: bool) -> list[str]:
     """Returns what this rank warns of while rank 0 sleeps in its profile, after which it ends or goes on."""
-    rank_health._SLOW = 0.5
+    rank_store._SLOW = 0.5
 
     def sleep(module: Talking, hidden: Tensor, loss: Tensor) -> None:
         if type(hidden) is not Tensor:
@@ -212,7 +211,7 @@ def test_a_long_wait_in_set_up_names_itself_and_the_rank(tmp_path: Path) -> None
     assert first == []
     assert len(second) >= 2
     assert {re.sub(r"\d+ s", "1 s", each) for each in second} == {
-        "Rank 1 has waited 1 s for the other ranks (profiling a training step)."
+        "Rank 1 has waited 1 s for rank 0 (profiling a training step)."
     }
 
 
@@ -221,5 +220,5 @@ def test_what_ends_the_profile_of_rank_0_ends_all_ranks(tmp_path: Path) -> None:
     assert first.error is not None
     assert first.error.startswith("KeyError: 'a bug'")
     assert second.error == (
-        "RuntimeError: Profiling a training step failed on rank 0 (KeyError: 'a bug'); rank 1 stops with it."
+        "FailedElsewhere: Profiling a training step failed on rank 0 (KeyError: 'a bug'); rank 1 stops with it."
     )

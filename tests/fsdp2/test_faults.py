@@ -45,7 +45,7 @@ CLIPS, TWO = {"gradient_clip_val": 0.1}, {"max_epochs": 2}
 ENDS, GOES_ON = "batch 4 of epoch 0 with a step", "batch 4 of epoch 0 without a step"
 # By fault, and a word on options: how it is trained, and what is found in the error of either rank.
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
-    "raise": ({}, (f"RuntimeError: {HERE}: {BOOM.format(3, 3, 0)}",), ("ValueError: boom",)),
+    "raise": ({}, (f"FailedElsewhere: {HERE}: {BOOM.format(3, 3, 0)}",), ("ValueError: boom",)),
     "raise in epoch 1": (
         {"max_epochs": 2, "limit_train_batches": 4},
         ("Training at step 6 in batch 2 of epoch 1 ends on rank 0", BOOM.format(6, 2, 1)),
@@ -53,10 +53,10 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     ),
     "raise after backward": (
         CLIPS,
-        ("RuntimeError: Training at step 2 in batch 2 of epoch 0 ends on rank 0", BOOM.format(2, 2, 0)),
+        ("FailedElsewhere: Training at step 2 in batch 2 of epoch 0 ends on rank 0", BOOM.format(2, 2, 0)),
         ("ValueError: boom",),
     ),
-    "kill": ({}, (f"RuntimeError: {HERE}: {GONE}",), ("killed",)),
+    "kill": ({}, (f"FailedElsewhere: {HERE}: {GONE}",), ("killed",)),
     "kill after backward": ({}, ("Training at step ", " of epoch 0 ends on rank 0", GONE), ("killed",)),
     "skip": ({}, (HERE, "with RuntimeError: Skipping"), ("RuntimeError: Skipping",)),
     "uneven": ({}, (UNEVEN,), (UNEVEN,)),

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_protrain import rank_store
 from lightning_protrain.device.device import CPUDevice
 from lightning_protrain.planner.network import Network
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.comm import rank_health
+from lightning_protrain.rank_store import RankStore
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh, make_rank_mesh, measure_collectives
-from lightning_protrain.runtime.comm.rank_health import RankHealth
 from tests.planner.layouts import layout_of, parameter
 from tests.simulation.ranked import Case, ranks_of
 from tests.support.ranks import run_ranks, values
@@ -126,7 +126,7 @@ def _meetings(rank: int) -> list[Any]:
         ranks.meet("batch 2"),
         _try(lambda: ranks.meet(f"batch {3 + (rank == 1)}")),
     ]
-    ranks.rank_health.sign_off("failed in this run")
+    ranks.store.sign_off("failed in this run")
     dist.barrier()
     # The notes of that run are none of the next one's.
     again = make_rank_mesh(rank, 3)
@@ -147,10 +147,10 @@ def _late(rank: int, everybody: bool) -> Any:
     Args:
         everybody: A mistake: whoever waits is taken to wait for all ranks.
     """
-    rank_health._EVERY = 0.1
+    rank_store._EVERY = 0.1
     if everybody:
-        wait = RankHealth.wait
-        RankHealth.wait = lambda self, work, what, members=None: wait(self, work, what)  # type: ignore[method-assign]
+        wait = RankStore.wait
+        RankStore.wait = lambda self, work, what, members=None: wait(self, work, what)  # type: ignore[method-assign]
     ranks = make_rank_mesh(rank % 2, 2)
     communicator = Collectives(ranks, CPUDevice(torch.device("cpu")))
     if rank == 1:
@@ -173,10 +173,10 @@ def _asleep(rank: int, fault: str) -> Any:
     ranks: RankMesh = make_rank_mesh(rank, 2)
     communicator = Collectives(ranks, CPUDevice(torch.device("cpu")))
     flat = torch.ones(3)
-    ranks.rank_health.doing = "Training at step 4"
+    ranks.store.doing = "Training at step 4"
     if rank == 1:
         if fault == "failed":
-            ranks.rank_health.sign_off("failed (training at step 4) with ValueError: boom")
+            ranks.store.sign_off("failed (training at step 4) with ValueError: boom")
             return None
         found = _try(lambda: ranks.meet("batch 5"))
         time.sleep(1.5)  # Whoever notices first must not be gone before the other one does.

@@ -63,9 +63,7 @@ def node(num_ranks: int = 2, first: int = 0) -> tuple[Memory, list[StepSync]]:
     memory: Any = Memory(num_ranks)
     step_sync = []
     for place in range(num_ranks):
-        ranks: Any = SimpleNamespace(
-            local_rank=place, local_size=num_ranks, first_of_node=first, rank_health=Attendance()
-        )
+        ranks: Any = SimpleNamespace(local_rank=place, local_size=num_ranks, first_of_node=first, store=Attendance())
         step_sync.append(StepSync(memory, ranks, OWNERS, UNITS))
     return memory, step_sync
 
@@ -171,7 +169,7 @@ def test_a_missing_rank_is_named_once_and_not_waited_for_again() -> None:
     with pytest.raises(RuntimeError, match=r"layers\.1") as caught:
         zero.wait_until_stepped(BOTH, 4)
     assert caught.value is failure
-    assert len(zero._ranks.rank_health.waits) == 1  # type: ignore[attr-defined]
+    assert len(zero._ranks.store.waits) == 1  # type: ignore[attr-defined]
     one.announce([SECOND], 4)
     zero.wait_until_stepped(SECOND, 4)  # What has been done is done.
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lightning_protrain.planner.plan import Plan, Sharding
 from lightning_protrain.profiler.blocks import describe_model
+from lightning_protrain.rank_store import RankStore
 from lightning_protrain.runtime.apply import RunOptions, apply_plan
 from lightning_protrain.runtime.comm import step_sync
 from lightning_protrain.runtime.comm.collectives import RankMesh
-from lightning_protrain.runtime.comm.rank_health import RankHealth
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.runtime.optim.step import fused_host_step
 from tests.runtime.applied import ROWS, WIDTH, Net
@@ -157,7 +157,7 @@ def _average(case: Case, grads: Sequence[Tensor | None], like: Tensor, offloaded
 # --- on simulated devices ---------------------------------------------------------------------------------------------
 
 
-class Together(RankHealth):
+class Together(RankStore):
     """Whoever waits for another rank lets it go on."""
 
     def __init__(self, network: SimulatedNetwork, device: SimulatedDevice, rank: int) -> None:

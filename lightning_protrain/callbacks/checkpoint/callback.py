@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_protrain.callbacks.checkpoint.frozen import Frozen
-from lightning_protrain.callbacks.checkpoint.rank_exchange import BOUND, RankExchange, refuse_unequal
 from lightning_protrain.callbacks.checkpoint.resume import (
     ACCUMULATING,
     ResumedFit,
@@ -46,6 +45,7 @@ from lightning_protrain.checkpoint.discover import (
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.manifest import Manifest, check_run
 from lightning_protrain.checkpoint.save import Snapshot
+from lightning_protrain.rank_store import RankStore
 from lightning_protrain.trainer_events import (
     accumulates,
     is_fast_dev_run,
@@ -56,6 +56,8 @@ from lightning_protrain.trainer_events import (
 
 # Key in the record of a checkpoint that a callback has saved: the state key of the callback.
 _CALLBACK = "callback"
+# Seconds that a rank with an exception waits for the others, to save with them.
+_PATIENCE = 2.0
 
 
 class ProTrainCheckpoint(StepEndCheckpoint):
@@ -110,7 +112,6 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._prefix = None if run is None else run
         self.ranking = Ranking(self.monitor, self.mode, min_delta)  # type: ignore[arg-type]
         self._scores = EvaluationScores(self.ranking)
-        self._exchange = RankExchange(None)
         # Checkpoint that `ckpt_path="last"` found on this rank; None with a single rank.
         self._listed: str | None = None
         self._due = False
@@ -157,7 +158,8 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             OSError: If the free space on the disk is too small for the weights.
         """
         super().setup(trainer, pl_module, stage)
-        self._exchange = self._scores.exchange = RankExchange.open(self.state_key)
+        self._exchange = self._scores.exchange = RankStore.open(self.state_key)
+        self._exchange.doing = "Training"  # A rank that saves for long is no reason for a warning.
         checkpoints = install_io(trainer, self.run, self._exchange)
         checkpoints.choose = functools.partial(choose, self._exchange, trainer.global_rank, self._listed, self.run)
         checkpoints.accept = functools.partial(self._resumption.accept, trainer)
@@ -178,10 +180,10 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         # A second fit without `ckpt_path` continues the first one.
         parent = checkpoints.parent if trainer.ckpt_path else self._exchange.broadcast(self._parent, "Resuming")
         name = None if parent is None else f"step {parent.step}, identity {parent.identity}"
-        refuse_unequal(
-            self._exchange.gather(name, "Resuming"),
-            f"The ranks have loaded different checkpoints from {trainer.ckpt_path}",
-        )
+        names = self._exchange.gather(name, "Resuming")
+        if len(set(names)) > 1:
+            loaded = ", ".join(f"rank {rank}: {its_name}" for rank, its_name in enumerate(names))
+            raise ValueError(f"The ranks have loaded different checkpoints from {trainer.ckpt_path}: {loaded}.")
         parent = checkpoints.parent = parent if parent is not None and parent.run == self.run else None
         self._resumed_from = None if parent is None else parent.identity
         step = -1 if parent is None else parent.step
@@ -310,12 +312,13 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         try:
             if self._should_save_on_exception(trainer):
                 where = trainer.global_step, accumulates(trainer)
-                steps = self._exchange.gather(where, f"Ending at step {where[0]}", patience=BOUND / 4)
+                steps = self._exchange.gather(where, f"Ending at step {where[0]}", patience=_PATIENCE)
                 if set(steps) == {(where[0], False)}:
                     self._save_now(trainer, None, fresh=False)
         except (OSError, RuntimeError, ValueError) as error:  # Do not hide the exception that ended the run.
             rank_zero_warn(f"No checkpoint could be saved on {type(exception).__name__}: {error}")
         finally:
+            self._exchange.sign_off(f"has failed with {type(exception).__name__}: {exception}")
             self._close(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -350,10 +353,11 @@ class ProTrainCheckpoint(StepEndCheckpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Release the lock of the run, and restore the signal handlers."""
         self._close(trainer)
+        RankStore.rest()
         self._preemption.restore()
 
     def _close(self, trainer: Trainer) -> None:
-        self._exchange.close()
+        self._exchange.sign_off("has ended")
         self._preemption.close()
         self._agreement.close()
         if isinstance(trainer.strategy.checkpoint_io, ProTrainCheckpointIO):

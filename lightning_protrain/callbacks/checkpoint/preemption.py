@@ -1,7 +1,7 @@
 """Saves and ends a run when a signal announces the end of its job.
 
 A signal handler only records the signal. At the end of a step, the ranks agree to end the run, see [Note: Flags] in
-callbacks/checkpoint/rank_exchange.py.
+callbacks/checkpoint/saving_points.py.
 
 A scheduler may send the signal to all processes of a job. If a DataLoader worker died of it, the run would end within a
 step. So forked workers block these signals, and a thread in each worker exits the process only if its parent sent

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_protrain.callbacks.checkpoint.frozen import FrozenWeights, accept_quantised, drop_missing
 from lightning_protrain.callbacks.checkpoint.loaders import ResumableLoader, ResumableSource
-from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.callbacks.checkpoint.run_signature import (
     data_signature,
     dtype_signature,
@@ -47,6 +46,7 @@ from lightning_protrain.checkpoint.rank_state import (
 from lightning_protrain.checkpoint.references import References
 from lightning_protrain.checkpoint.verification import Fault, verify_files
 from lightning_protrain.connections import CONVERTERS
+from lightning_protrain.rank_store import RankStore
 
 # Key in the record of a checkpoint that was saved between two optimizer steps, during gradient accumulation.
 ACCUMULATING = "accumulating"
@@ -160,7 +160,7 @@ def newest_usable(line: Sequence[FoundCheckpoint]) -> Path | None:
     return next((each.path for each in line if not each.manifest.record.get(ACCUMULATING)), None)
 
 
-def choose(exchange: RankExchange, rank: int, listed: str | None, run: str, path: Path) -> tuple[Path, bool]:
+def choose(exchange: RankStore, rank: int, listed: str | None, run: str, path: Path) -> tuple[Path, bool]:
     """Return the checkpoint that all ranks load: `path`, or the newest intact one if `path` equals `listed`.
 
     Args:
@@ -181,7 +181,7 @@ def choose(exchange: RankExchange, rank: int, listed: str | None, run: str, path
     return (path, False) if newest.chosen is None else (newest.chosen.path, True)
 
 
-def newest_of_all(exchange: RankExchange, rank: int, root: Path, run: str) -> Newest:
+def newest_of_all(exchange: RankStore, rank: int, root: Path, run: str) -> Newest:
     """Return the newest checkpoint that all ranks have verified; all ranks must call it.
 
     Raises:
@@ -204,7 +204,7 @@ def newest_of_all(exchange: RankExchange, rank: int, root: Path, run: str) -> Ne
     return found
 
 
-def _verify(exchange: RankExchange, each: FoundCheckpoint, doing: str) -> list[Fault]:
+def _verify(exchange: RankStore, each: FoundCheckpoint, doing: str) -> list[Fault]:
     if each.manifest.record.get(ACCUMULATING):
         return usable(each)
     exchange.broadcast(each.path, doing)
@@ -240,7 +240,7 @@ class ResumedFit:
         return ResumedFit, (self._allowed, self._only, self._frozen)  # A copy has no fit under way.
 
     def _clear(self) -> None:
-        self._exchange = RankExchange(None)
+        self._exchange = RankStore(None)
         self._contract: dict[str, Any] = {}
         self._content: dict[str, Any] | None = None
         self._references = References(None, {}, ())
@@ -251,7 +251,7 @@ class ResumedFit:
 
     # --- before the fit -----------------------------------------------------------------------------------------------
 
-    def begin(self, trainer: Trainer, exchange: RankExchange) -> None:
+    def begin(self, trainer: Trainer, exchange: RankStore) -> None:
         """Prepare a fit, before it loads a checkpoint or creates loaders.
 
         Args:

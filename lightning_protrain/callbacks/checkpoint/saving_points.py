@@ -1,12 +1,20 @@
-"""Decides when a checkpoint is saved: by the scores of evaluations, and by the ends of steps."""
+"""Decides when a checkpoint is saved: by the scores of evaluations, and by the ends of steps.
+
+[Note: Flags]
+In every optimizer step, the ranks take the maximum of a few flags by an all-reduce in a separate gloo group. The
+all-reduce starts before the optimizer step and is read after it, so that it overlaps with the step. All ranks get the
+same result at the same step. A flag that is set after the all-reduce has started counts at the next step.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -15,9 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_protrain.callbacks.checkpoint.frozen import Frozen, FrozenWeights
 from lightning_protrain.callbacks.checkpoint.preemption import Preemption
-from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange, StepFlags
 from lightning_protrain.callbacks.checkpoint.setup import copy_of
 from lightning_protrain.checkpoint.discover import FoundCheckpoint, Ranking
+from lightning_protrain.rank_store import RankStore
 from lightning_protrain.trainer_events import CopyableCallback, is_fast_dev_run
 
 
@@ -28,12 +36,12 @@ class EvaluationScores:
         ranking: Ranking with the name of the metric.
 
     Attributes:
-        exchange: Exchange with the other ranks.
+        exchange: Store for exchanges with the other ranks.
     """
 
     def __init__(self, ranking: Ranking) -> None:
         self.ranking = ranking
-        self.exchange = RankExchange(None)
+        self.exchange = RankStore(None)
         self.begin(known=False)
 
     def begin(self, known: bool) -> None:
@@ -115,6 +123,64 @@ def _has_logged(trainer: Trainer) -> bool:
     return results is not None and any(not each.has_reset for each in results.values())
 
 
+class StepFlags:
+    """Takes the maximum of flags over all ranks, see [Note: Flags].
+
+    Args:
+        flags: Function that returns the flags of this rank: numbers from 0 to 255, as many on all ranks.
+    """
+
+    def __init__(self, flags: Callable[[], Sequence[int]]) -> None:
+        self._flags = flags
+        self._store = RankStore(None)
+        self._group: dist.ProcessGroup | None = None
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_group": None, "_pending": None}
+
+    def open(self, store: RankStore) -> None:
+        """Create the process group for the flags if there are several ranks; all ranks must call it.
+
+        Args:
+            store: Names a rank that is missing.
+        """
+        self._store = store
+        if self._group is None and store.has_others:
+            self._group = dist.new_group(backend="gloo")
+
+    def start(self) -> None:
+        """Start the all-reduce, unless one has been started; all ranks must call it, and `result` afterwards."""
+        if self._group is not None and self._pending is None:
+            flags = torch.tensor(self._flags(), dtype=torch.uint8)
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            self._pending = work, flags
+
+    def result(self) -> list[int]:
+        """Return the maximum of each flag over all ranks; start the all-reduce if `start` was not called.
+
+        Raises:
+            FailedElsewhere: If another rank has failed or died.
+        """
+        if self._group is None:
+            return list(self._flags())
+        self.start()
+        assert self._pending is not None
+        work, flags = self._pending
+        self._store.wait(work, "the end of a step")
+        self._pending = None
+        return [int(flag) for flag in flags]
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        group, self._group = self._group, None
+        pending, self._pending = self._pending, None
+        # During an all-reduce, this would wait for ranks that may have failed.
+        if group is not None and pending is None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
 class PendingSave(NamedTuple):
     """A save that is not complete; `job` is None unless this rank writes an asynchronous save."""
 
@@ -145,6 +211,7 @@ class StepEndCheckpoint(CopyableCallback, ModelCheckpoint):
         super().__init__(*args, **kwargs)
         self.save_on_preemption = save_on_preemption
         self.asynchronous = asynchronous
+        self._exchange = RankStore(None)
         self._preemption = Preemption()
         self._agreement = StepFlags(self._flags)
         self._frozen = FrozenWeights(frozen)
@@ -186,7 +253,7 @@ class StepEndCheckpoint(CopyableCallback, ModelCheckpoint):
 
     def _listen(self, trainer: Trainer) -> None:
         if self._saves(trainer) and (self.save_on_preemption or self.asynchronous):
-            self._agreement.open()
+            self._agreement.open(self._exchange)
             if self.save_on_preemption:
                 self._preemption.listen(trainer)
 

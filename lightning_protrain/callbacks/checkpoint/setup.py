@@ -13,17 +13,17 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.callbacks.checkpoint.rank_exchange import RankExchange
 from lightning_protrain.checkpoint.atomic import check_space, check_writable, sweep
 from lightning_protrain.checkpoint.consolidation import checkpoint_path
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.save import aligned
 from lightning_protrain.checkpoint.serialize import DTYPES
+from lightning_protrain.rank_store import RankStore
 
 DEFAULT_RUN = "run"
 
 
-def install_io(trainer: Trainer, run: str, exchange: RankExchange) -> ProTrainCheckpointIO:
+def install_io(trainer: Trainer, run: str, exchange: RankStore) -> ProTrainCheckpointIO:
     """Install `ProTrainCheckpointIO` in the Trainer's strategy, and configure it for a run.
 
     Args:
@@ -69,7 +69,7 @@ def installed_io(trainer: Trainer) -> ProTrainCheckpointIO:
     return checkpoints
 
 
-def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: RankExchange) -> None:
+def prepare_folder(trainer: Trainer, nbytes: int, root: Path, exchange: RankStore) -> None:
     """Take the lock of the run, and check that checkpoints can be written; all ranks must call it.
 
     Args:

@@ -38,7 +38,7 @@ from lightning_protrain.device.device import Device, StreamDevice
 from lightning_protrain.planner.network import Network, Route
 from lightning_protrain.planner.plan import Sharding
 from lightning_protrain.profiler.records import ModelLayout
-from lightning_protrain.runtime.comm.rank_health import RankHealth
+from lightning_protrain.rank_store import RankStore
 
 _SUMS = "averages of gradients"
 
@@ -56,7 +56,7 @@ class RankMesh:
             order may differ between ranks (`find_unused_parameters`). None: the ranks average no gradients.
         node: Group of the ranks of this node; None: there is one node.
         peers: Group of the ranks with the same `local_rank` on all nodes; None: there is one node.
-        rank_health: Finds out which ranks have failed.
+        store: Messages between the ranks, which finds out who has failed.
         meeting: Group of all ranks for messages on the host, and for nothing else. In a shared group, a rank could take
             a message for the result of another collective that it waits for.
     """
@@ -65,7 +65,7 @@ class RankMesh:
     world_size: int
     local_rank: int
     local_size: int
-    rank_health: RankHealth
+    store: RankStore
     meeting: Any
     everyone: Any = None
     node: Any = None
@@ -103,10 +103,9 @@ class RankMesh:
         place = zlib.crc32(what.encode())
         told = torch.tensor([int(flag), place, -place])
         work = dist.all_reduce(told, dist.ReduceOp.MAX, group=self.meeting, async_op=True)
-        self.rank_health.wait(work, waits_for or what)
+        self.store.wait(work, waits_for or what)
         if told[1] != -told[2]:
-            places = [what] * self.world_size
-            dist.all_gather_object(places, what, group=self.meeting)
+            places = self.store.gather(what, "Comparing places")
             listed = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise RuntimeError(
                 f"The ranks have diverged ({listed}). Check that all ranks have the same number of batches."
@@ -158,9 +157,7 @@ def find_meeting(local_rank: int, local_size: int, timeout: timedelta | None = N
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     meeting = dist.new_group(backend="gloo", timeout=timeout)
-    # Prefixed by this run's group, so that notes of an earlier run are not read.
-    notes = dist.PrefixStore(meeting.group_name, dist.distributed_c10d._get_default_store())
-    return RankMesh(rank, world_size, local_rank, local_size, RankHealth(notes, rank, world_size), meeting)
+    return RankMesh(rank, world_size, local_rank, local_size, RankStore.open_run(), meeting)
 
 
 class Collectives:
@@ -257,9 +254,9 @@ class Collectives:
             return
         alone = self.ranks.local_size == 1
         members = None if owner is None or alone else self.ranks.on_node
-        self.ranks.rank_health.wait(work, _SUMS, members)
+        self.ranks.store.wait(work, _SUMS, members)
         if self._sums_between_nodes(owner) and not alone:
-            self.ranks.rank_health.naming(lambda: self._begin_between_nodes(flat).wait())
+            self.ranks.store.naming(lambda: self._begin_between_nodes(flat).wait())
 
     def _sums_between_nodes(self, owner: int | None) -> bool:
         return self.ranks.peers is not None and owner == self.ranks.local_rank
@@ -272,7 +269,7 @@ class Collectives:
         """Sum small host tensors over the ranks of this node in place, and return the sum."""
         self._count(values)
         work = dist.all_reduce(values, group=self.ranks.node or self.ranks.meeting, async_op=True)
-        self.ranks.rank_health.wait(work, "the other ranks of its node", self.ranks.on_node)
+        self.ranks.store.wait(work, "the other ranks of its node", self.ranks.on_node)
         return values
 
     def meet(self) -> None:
@@ -320,7 +317,7 @@ def measure_collectives(
     seconds = [_seconds(begin, size, device, ranks) for begin in sums.values() for size in (_SMALL, large)]
     told = torch.tensor(seconds, dtype=torch.float64)
     work = dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks.meeting, async_op=True)
-    ranks.rank_health.wait(work, "the rates of the network")
+    ranks.store.wait(work, "the rates of the network")
     slowest = told.tolist()
     routes = {name: _route(slowest[2 * at], slowest[2 * at + 1], large) for at, name in enumerate(sums)}
     return Network(**routes, owners=ranks.local_size if shards else 1, element=element)
@@ -378,6 +375,6 @@ def _wait(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
 def _end(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
     for work in works:
         if flat.device.type == "cpu":
-            ranks.rank_health.wait(work, "the rates of the network")
+            ranks.store.wait(work, "the rates of the network")
         else:
             work.wait()  # Blocks the compute stream; later reads of the sum are behind it.

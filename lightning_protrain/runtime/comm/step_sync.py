@@ -205,7 +205,7 @@ class StepSync:
                 return numbers[place] >= value or self.failure is not None
 
             try:
-                self._ranks.rank_health.wait_for_rank(rank, ends, is_there, what)
+                self._ranks.store.wait_for_rank(rank, ends, is_there, what)
             except RuntimeError as failure:
                 self.failure = failure
         if self.failure is not None and numbers[place] < value:
