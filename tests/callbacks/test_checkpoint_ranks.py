@@ -152,20 +152,35 @@ def _unreadable(folder: Path, *args: Any, **options: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* was saved with world_size=1")
-def test_ranks_that_have_loaded_different_checkpoints_do_not_train(tmp_path: Path) -> None:
-    root = tmp_path / "root"
+@pytest.mark.parametrize(
+    ("paths", "refusal"),
+    [
+        (
+            ("../a/at.ckpt", "at.ckpt"),
+            r"Ranks do different things: rank 0 'Loading .*a/at.ckpt', rank 1 'Loading .*b/at",
+        ),
+        # As on nodes whose disks have different checkpoints at one place.
+        (("/proc/self/cwd/at.ckpt",) * 2, r"loaded different checkpoints from .*: rank 0: step 1, .*rank 1: step 2, "),
+    ],
+    ids=["other paths", "other disks"],
+)
+def test_ranks_that_have_loaded_different_checkpoints_do_not_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: tuple[str, str], refusal: str
+) -> None:
+    def save(rank: int) -> None:
+        for step, disk in enumerate(("a", "b")):
+            _save_at(rank, tmp_path / disk, step)
 
-    def fit(rank: int, path: Path) -> None:
-        _fit(rank, root, Counter(), path=path / f"step={rank}")
+    def fit(rank: int) -> None:
+        monkeypatch.chdir(tmp_path / "ab"[rank])  # In this process only.
+        _fit(rank, tmp_path / "root", Counter(), path=paths[rank])
 
-    for step in (0, 1):
-        source = tmp_path / f"first{step}"
-        source.mkdir()
-        values(run_ranks(_save_at, 2, source, tmp_path / "two", step))
-    outcomes = run_ranks(fit, 2, tmp_path, tmp_path / "two")
-    for outcome in outcomes:
-        assert "Ranks do different things: rank 0 'Loading " in (outcome.error or "")
-        assert re.search("step=0', rank 1 'Loading .*step=1'", outcome.error or "")
+    (tmp_path / "saving").mkdir()
+    values(run_ranks(save, 2, tmp_path / "saving"))
+    for step, disk in enumerate(("a", "b")):
+        (tmp_path / disk / f"step={step}").rename(tmp_path / disk / "at.ckpt")
+    for outcome in run_ranks(fit, 2, tmp_path):
+        assert re.search(refusal, outcome.error or ""), outcome.error
 
 
 def _save_at(rank: int, folder: Path, step: int) -> None:
