@@ -187,24 +187,24 @@ def answers_for(model: NamedConfig, options: TrainingOptions, hardware: DryRunHa
                 'The size "max" is searched for on a GPU of the catalogue, and none is given. Give a `gpu`.'
             )
         return {gpu: _Largest(model, options, hardware.alone(gpu)).answer() for gpu in hardware.gpu}
-    found: dict[str, Plan | ValueError] = {}
+    answers: dict[str, Plan | ValueError] = {}
     room = dict[str, float]()  # Bytes for each weight.
     for training, planner in _planners(model, options, hardware):
-        found |= planner.answers()
+        answers |= planner.answers()
         for gpu, workload in planner.known.items() if options.others else ():
-            found[gpu] = _with_choice(found[gpu], training, planner, gpu)
+            answers[gpu] = _with_choice(answers[gpu], training, planner, gpu)
             node = hardware.nodes.get(gpu)
             nbytes = inf if node is None else (node.device_bytes + node.host_bytes) * find(gpu).bfloat16
             room[gpu] = nbytes / sum(info.numel for info in workload.layout.parameters)
     for other in options.others:
         least = WITH_MASTERS[str(other.optimizer)]
-        left = [gpu for gpu in found if isinstance(found[gpu], ValueError) and room[gpu] > least]
+        left = [gpu for gpu in answers if isinstance(answers[gpu], ValueError) and room[gpu] > least]
         smaller = replace(hardware, gpu=tuple(filter(None, left)))
         for training, planner in _planners(model, other, smaller) if left else ():
             for gpu, answer in planner.answers().items():
                 if isinstance(answer, Plan):
-                    found[gpu] = _with_choice(answer, training, planner, gpu)
-    return found
+                    answers[gpu] = _with_choice(answer, training, planner, gpu)
+    return answers
 
 
 def _planners(
@@ -240,13 +240,13 @@ def _with_choice(
     workload, ranks = planner.known[gpu], replace(planner.dry_run.ranks, sharding=answer.sharding)
     streamed = [chunk for chunk in answer.chunks if chunk.trainable and not chunk.resident]
     numel = sum(workload.layout.by_name[name].numel for chunk in streamed for name in chunk.parameters)
-    said = f"{CHOSEN} {training.precision} and optimizer {training.optimizer or 'adamw'}"
+    sentence = f"{CHOSEN} {training.precision} and optimizer {training.optimizer or 'adamw'}"
     if training.optimizer is not None:
-        said += f", which keeps float32 masters, as {reason}"
+        sentence += f", which keeps float32 masters, as {reason}"
     if numel:
-        each = host_bytes(workload.layout, streamed, workload.state_bytes, use=HostUse(ranks.sharers)) / numel
-        said += f": {each:.3g} bytes of the host for each streamed parameter"
-    return replace(answer, prediction=replace(answer.prediction, advice=(f"{said}.", *answer.prediction.advice)))
+        nbytes_each = host_bytes(workload.layout, streamed, workload.state_bytes, use=HostUse(ranks.sharers)) / numel
+        sentence += f": {nbytes_each:.3g} bytes of the host for each streamed parameter"
+    return replace(answer, prediction=replace(answer.prediction, advice=(f"{sentence}.", *answer.prediction.advice)))
 
 
 class _Largest:
@@ -272,27 +272,27 @@ class _Largest:
 
     def answer(self) -> Plan | ValueError:
         """Return the plan for the size that was found, or the error that says why nothing fits."""
-        found: Plan | ValueError | None
+        best: Plan | ValueError | None
         if self._options.length == MAX:
             # The fewest bytes of states leave the most memory for the text.
-            found = self._longest(self._ways[-1])
+            best = self._longest(self._ways[-1])
         else:
-            found = next((each for way in self._ways if (each := self._fastest(way)) is not None), None)
-        return found or answers_for(self._model, self._options.smallest, self._hardware)[self._gpu]
+            best = next((plan for way in self._ways if (plan := self._fastest(way)) is not None), None)
+        return best or answers_for(self._model, self._options.smallest, self._hardware)[self._gpu]
 
     def _planner(self, options: TrainingOptions) -> Planner:
         return planner_for(options.of(self._model, self._gpu), self._hardware)
 
-    def _answer(self, options: TrainingOptions, planner: Planner, said: str) -> Plan | ValueError:
+    def _answer(self, options: TrainingOptions, planner: Planner, sentence: str) -> Plan | ValueError:
         """Return the plan for a size that fits, with a sentence that says what was found."""
-        found = planner.answers()[self._gpu]
+        answer = planner.answers()[self._gpu]
         if self._options.others:
             longest = self._options.length == MAX
             reason = "small states leave most memory for the text" if longest else "float32 weights do not fit"
-            found = _with_choice(found, options.of(self._model, self._gpu), planner, self._gpu, reason)
-        if isinstance(found, ValueError) or found.prediction is None:
-            return found
-        return replace(found, prediction=replace(found.prediction, advice=(said, *found.prediction.advice)))
+            answer = _with_choice(answer, options.of(self._model, self._gpu), planner, self._gpu, reason)
+        if isinstance(answer, ValueError) or answer.prediction is None:
+            return answer
+        return replace(answer, prediction=replace(answer.prediction, advice=(sentence, *answer.prediction.advice)))
 
     def _longest(self, options: TrainingOptions) -> Plan | ValueError | None:
         """Return the plan for the longest text; None: the shortest does not fit."""
@@ -343,8 +343,12 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
         hardware: Hardware with one GPU, for which no plan fits.
     """
     (gpu,), options = hardware.gpu, options.smallest
-    larger = [each for each in CATALOGUE if each.gib > find(gpu).gib and each.bfloat16 and each.vendor == "nvidia"]
-    fastest = {each.gib: each.name for each in sorted(larger, key=lambda each: each.half)}
+    larger = [
+        other_gpu
+        for other_gpu in CATALOGUE
+        if other_gpu.gib > find(gpu).gib and other_gpu.bfloat16 and other_gpu.vendor == "nvidia"
+    ]
+    fastest = {other_gpu.gib: other_gpu.name for other_gpu in sorted(larger, key=lambda other_gpu: other_gpu.half)}
     sizes = {size: fastest[size] for size in sorted(fastest)[:LARGER_GPUS]}
     planner = planner_for(options.of(model, gpu), hardware)
     samples, length = int(options.batch_size or 1), int(options.length or 1024)
@@ -420,9 +424,9 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
     limit = (node.device_bytes + node.host_bytes) / LEAST_BYTES[options.method]
     quick = set(UNIFORM) - set(SLOW)
     models = [model for model in published().values() if model.config["model_type"] in quick]
-    unique = {_sizes(each): each for each in reversed(models) if each.positions >= int(options.length or 1)}
-    some = sorted((each for each in unique.values() if each.parameters <= limit), key=lambda each: each.parameters)
-    named = [NamedConfig(each.name, each.config, each.source) for each in some]
+    unique = {_sizes(known): known for known in reversed(models) if known.positions >= int(options.length or 1)}
+    some = sorted((known for known in unique.values() if known.parameters <= limit), key=lambda known: known.parameters)
+    named = [NamedConfig(known.name, known.config, known.source) for known in some]
 
     @cache
     def planner(at: int) -> Planner:
@@ -441,8 +445,8 @@ def fitting(options: TrainingOptions, hardware: DryRunHardware, most: int) -> Fi
             search = _Largest(named[first], replace(options, length=MAX), hardware)
             # The plan fits at its own length, though in proportion to a longer one it may seem not to.
             tokens = 0 if answer.prediction is None else answer.prediction.tokens
-            own = tokens // int(options.batch_size or 1)
-            longest[named[first].name] = max(search.length_without_slices(), own)
+            planned = tokens // int(options.batch_size or 1)
+            longest[named[first].name] = max(search.length_without_slices(), planned)
     return Fitting(plans, longest, first)
 
 

@@ -77,17 +77,17 @@ def scaled(profile: ModelProfile, factor: float) -> ModelProfile:
 
     @cache
     def more(costs: tuple[OperationCost, ...]) -> tuple[OperationCost, ...]:
-        return tuple(larger(one, count=one.count) for one in costs)
+        return tuple(larger(item, count=item.count) for item in costs)
 
     @cache
     def grown(storages: tuple[Storage, ...]) -> tuple[Storage, ...]:
-        return tuple(one._replace(nbytes=round(one.nbytes * factor)) for one in storages)
+        return tuple(item._replace(nbytes=round(item.nbytes * factor)) for item in storages)
 
-    def whole(one: Segment) -> Segment:
-        ahead, back = one.forward, one.backward
+    def whole(item: Segment) -> Segment:
+        ahead, back = item.forward, item.backward
         storages, last = grown(ahead.storages), ahead.last_saved
         ahead = larger(ahead, operations=more(ahead.operations), storages=storages, last_saved=last)
-        return larger(one, forward=ahead, backward=larger(back, operations=more(back.operations)))
+        return larger(item, forward=ahead, backward=larger(back, operations=more(back.operations)))
 
     return replace(
         profile,
@@ -218,7 +218,7 @@ def clipping_memory(problem: Problem, plan: Plan, clipping_keeps: bool) -> Itera
     if clipping_keeps:
         layout = replace(problem.layout, passes_gradients=True)
         passing = replace(plan, gradient_buffers=gradient_buffers_of(layout, plan.chunks, problem.state_bytes))
-        now, then = (host_terms(layout, one, problem.state_bytes) for one in (plan, passing))
+        now, then = (host_terms(layout, chosen, problem.state_bytes) for chosen in (plan, passing))
         saved = now["gradients"] - then["gradients"]
         if saved >= NOTABLE * sum(now.values()):
             yield (

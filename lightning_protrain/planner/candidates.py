@@ -95,9 +95,9 @@ class Packing:
 
     def most_inputs(self, num_swap: int, num_steps: int) -> int:
         """Return the number of checkpointed blocks whose inputs can go to the host."""
-        policies, given = self.policies(num_swap, num_steps), self.problem.movable_inputs
+        policies, movable = self.policies(num_swap, num_steps), self.problem.movable_inputs
         blocks = zip(self.problem.layout.blocks, policies, strict=True)
-        return sum(policy is BlockPolicy.CHECKPOINT and block.name in given for block, policy in blocks)
+        return sum(policy is BlockPolicy.CHECKPOINT and block.name in movable for block, policy in blocks)
 
     def offloaded_range(self, num_swap: int, num_steps: int, knobs: Knobs) -> tuple[int, int] | None:
         """Return the fewest and the most offloaded chunks; None if no number of them satisfies the pinned knobs."""
@@ -131,7 +131,7 @@ class Packing:
             bounds, most = self.offloaded_range(num_swap, num_steps, knobs), self.most_inputs(num_swap, num_steps)
             if bounds is not None:
                 every = product(range(bounds[0], bounds[1] + 1), range(most + 1))
-                yield from (Point(num_swap, num_steps, *each) for each in every)
+                yield from (Point(num_swap, num_steps, *counts) for counts in every)
 
     def has_few(self, knobs: Knobs) -> bool:
         """Return True if there are so few candidates that all can be tried."""
@@ -168,10 +168,10 @@ class Packing:
 
     def possible_keeps(self, num_swap: int, num_steps: int, low: int, high: int) -> set[int]:
         """Return the possible counts of kept blocks with offloaded chunks, if `low` to `high` chunks are offloaded."""
-        count, kept = len(self.chunks), self._kept(num_swap, num_steps)
+        count, lasts = len(self.chunks), self._kept(num_swap, num_steps)
         # The count changes only where the first offloaded chunk is the last chunk of a kept block.
-        ends = {count - low, *(last for last in kept if count - high <= last < count - low), count - high}
-        return {sum(last >= persistent for last in kept) for persistent in ends}
+        ends = {count - low, *(last for last in lasts if count - high <= last < count - low), count - high}
+        return {sum(last >= persistent for last in lasts) for persistent in ends}
 
     def fewest_buffers(self, offloaded: int) -> int:
         """Return the minimum number of chunk buffers with which the model can run."""
@@ -258,12 +258,12 @@ def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
     steps = order_steps(_recomputations(problem, knobs.leave_policies))
     if not all(block.name for block in problem.layout.blocks):
         places, steps = (), ()  # The root module cannot be run again.
-    found: list[Packing] = []
+    made: list[Packing] = []
     for size in sizes:
         chunks = pack_chunks(problem.layout, size)
-        if all(chunks != other.chunks for other in found):
-            found.append(Packing(problem, size, chunks, places, steps))
-    return found
+        if all(chunks != other.chunks for other in made):
+            made.append(Packing(problem, size, chunks, places, steps))
+    return made
 
 
 def spread(low: int, high: int, count: int) -> Iterable[int]:
@@ -284,8 +284,8 @@ def _recomputations(problem: Problem, selective: bool) -> list[Recomputation]:
     # would notice.
     if selective and not problem.profile.measured:
         seconds = [seconds for _, seconds in problem.recomputes]
-        values += [seconds, [_left(*each) for each in zip(segments, saved, seconds, whole, strict=True)]]
-    return [Recomputation(*each) for each in zip(*(_of_blocks(problem, value) for value in values), strict=True)]
+        values += [seconds, [_left(*figures) for figures in zip(segments, saved, seconds, whole, strict=True)]]
+    return [Recomputation(*figures) for figures in zip(*(_of_blocks(problem, value) for value in values), strict=True)]
 
 
 def _left(segment: Segment, saved: int, selective: float, whole: float) -> float:

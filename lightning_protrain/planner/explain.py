@@ -318,13 +318,13 @@ def listed_terms(held: Mapping[str, int]) -> list[str]:
 
 def host_sentences(prediction: Prediction) -> list[str]:
     """Return sentences on host memory beyond the states of one rank; empty if there is none."""
-    kept = {
+    names = {
         CHECKPOINT_COPY: "the copy of the checkpoint, from the first save on",
         OTHER_RANKS: "what the other ranks of the node have of their own: gradients that wait to be added or "
         "averaged, and swapped activations",
     }
-    found = {what: max(phase.host.get(term, 0) for phase in prediction.phases) for term, what in kept.items()}
-    return [f"Of the host, {short_bytes(nbytes)} are {what}." for what, nbytes in found.items() if nbytes]
+    largest = {what: max(phase.host.get(term, 0) for phase in prediction.phases) for term, what in names.items()}
+    return [f"Of the host, {short_bytes(nbytes)} are {what}." for what, nbytes in largest.items() if nbytes]
 
 
 def time_sentence(prediction: Prediction) -> str:

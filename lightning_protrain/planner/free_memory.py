@@ -40,23 +40,23 @@ class FreeMemory:
         return (self.host + min(self.weights, copies * nbytes)) // copies
 
 
-def least(found: Sequence[FreeMemory], local_size: int) -> FreeMemory:
+def least(reports: Sequence[FreeMemory], local_size: int) -> FreeMemory:
     """Return the least free memory over all ranks.
 
     Args:
-        found: Free memory of each rank.
+        reports: Free memory of each rank.
         local_size: Ranks of each node; ranks with consecutive numbers are on one node.
     """
-    hosts = [_of_host(found[first : first + local_size]) for first in range(0, len(found), local_size)]
+    hosts = [_of_host(reports[first : first + local_size]) for first in range(0, len(reports), local_size)]
     _, host, weights = min(hosts)
-    devices = [each.device for each in found if each.device is not None]
-    has_limit = all(each.host is not None for each in found)
-    rooms = [(each.shared, rank) for rank, each in enumerate(found) if each.shared is not None]
+    devices = [report.device for report in reports if report.device is not None]
+    has_limit = all(report.host is not None for report in reports)
+    rooms = [(report.shared, rank) for rank, report in enumerate(reports) if report.shared is not None]
     shared = min(rooms, default=(None, 0))
     return FreeMemory(min(devices, default=None), host if has_limit else None, weights, *shared)
 
 
-def shortages(found: Sequence[FreeMemory]) -> list[str]:
+def shortages(reports: Sequence[FreeMemory]) -> list[str]:
     """Return sentences on ranks with much less free device or host memory than rank 0, which makes the plan."""
     kinds: tuple[tuple[str, Callable[[FreeMemory], int | None]], ...] = (
         ("its device", lambda free: free.device),
@@ -64,8 +64,8 @@ def shortages(found: Sequence[FreeMemory]) -> list[str]:
     )
     sentences = []
     for what, of in kinds:
-        known = {rank: nbytes for rank, free in enumerate(found) if (nbytes := of(free)) is not None}
-        rank = min(known, key=lambda each: known[each], default=0)
+        known = {rank: nbytes for rank, free in enumerate(reports) if (nbytes := of(free)) is not None}
+        rank = min(known, key=lambda number: known[number], default=0)
         if known and known[rank] < MUCH * known.get(0, 0):
             sentences.append(
                 f"Rank {rank} has {short_bytes(known[rank])} of {what} free, rank 0 {short_bytes(known[0])}: the plan "
@@ -76,5 +76,5 @@ def shortages(found: Sequence[FreeMemory]) -> list[str]:
 
 def _of_host(ranks: Sequence[FreeMemory]) -> tuple[int, int, int]:
     """Return the available memory of one node: the total, the free part, and the part that weights occupy."""
-    host, weights = min(each.host or 0 for each in ranks), sum(each.weights for each in ranks)
+    host, weights = min(report.host or 0 for report in ranks), sum(report.weights for report in ranks)
     return host + weights, host, weights

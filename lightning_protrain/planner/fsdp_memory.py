@@ -96,8 +96,8 @@ class FSDPRanks:
             return "on one rank"
         if self.divisor == self.num_ranks:
             return f"sharded over all {plural(self.num_ranks, 'rank')}"
-        each = f"each sharded over {plural(self.divisor, 'rank')}" if self.divisor > 1 else "each whole on one rank"
-        return f"HSDP: {self.num_ranks // self.divisor} copies, {each}"
+        shares = f"each sharded over {plural(self.divisor, 'rank')}" if self.divisor > 1 else "each whole on one rank"
+        return f"HSDP: {self.num_ranks // self.divisor} copies, {shares}"
 
     @property
     def divisor(self) -> int:
@@ -261,8 +261,8 @@ def fsdp_memory(problem: FSDPProblem, checkpointed: Iterable[str] = ()) -> FSDPM
         peak = max(each, key=lambda terms: sum(terms.values()))
         states = shards if name == "step" else during
         phases.append(PhasePrediction(name, "", {**states, **peak}, host))
-    kept = tuple(name for name in problem.block_names if name in names)
-    return FSDPMemory(tuple(phases), problem.ranks, kept, len(problem.block_names), problem.profile is not None)
+    recomputed = tuple(name for name in problem.block_names if name in names)
+    return FSDPMemory(tuple(phases), problem.ranks, recomputed, len(problem.block_names), problem.profile is not None)
 
 
 def fit_fsdp(
@@ -323,19 +323,19 @@ def fsdp_seconds(
 
 def _fit(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None, count: int | None) -> FSDPMemory:
     if count is None:
-        found = fewest_checkpointed(problem, device_bytes)
+        memory = fewest_checkpointed(problem, device_bytes)
     else:
-        found = fsdp_memory(problem, problem.block_names[:count])
-        if device_bytes is not None and found.device_bytes > device_bytes:
-            raise FSDPTooLarge(_refusal(problem, found, device_bytes))
-    if host_bytes is not None and found.node_host_bytes > host_bytes:
+        memory = fsdp_memory(problem, problem.block_names[:count])
+        if device_bytes is not None and memory.device_bytes > device_bytes:
+            raise FSDPTooLarge(_refusal(problem, memory, device_bytes))
+    if host_bytes is not None and memory.node_host_bytes > host_bytes:
         offloads = "Leave cpu_offload out, train" if problem.ranks.cpu_offload else "Train"
         raise FSDPTooLarge(
-            f"{problem.ranks.name} needs {format_bytes(found.node_host_bytes)} on the host of each node, "
+            f"{problem.ranks.name} needs {format_bytes(memory.node_host_bytes)} on the host of each node, "
             f"{format_bytes(host_bytes)} are available. "
             f"{offloads} on more nodes, or with fewer ranks on each."
         )
-    return found
+    return memory
 
 
 def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPMemory:
@@ -359,14 +359,14 @@ def fewest_checkpointed(problem: FSDPProblem, device_bytes: int | None) -> FSDPM
         return memory(0)
     # More recomputed blocks need less memory, except if a recomputation raises a small peak elsewhere.
     count = bisect_left(range(len(names)), True, key=lambda count: memory(count).device_bytes <= device_bytes)
-    found = memory(count)
-    if found.device_bytes > device_bytes:
-        raise FSDPTooLarge(_refusal(problem, found, device_bytes))
-    return found
+    least = memory(count)
+    if least.device_bytes > device_bytes:
+        raise FSDPTooLarge(_refusal(problem, least, device_bytes))
+    return least
 
 
-def _refusal(problem: FSDPProblem, found: FSDPMemory, device_bytes: int) -> str:
-    peak = found.peak
+def _refusal(problem: FSDPProblem, memory: FSDPMemory, device_bytes: int) -> str:
+    peak = memory.peak
     terms = ", ".join(f"{name} {short_bytes(nbytes)}" for name, nbytes in peak.device.items() if nbytes)
     instead = []
     if problem.accumulates:
@@ -377,20 +377,20 @@ def _refusal(problem: FSDPProblem, found: FSDPMemory, device_bytes: int) -> str:
     if not problem.ranks.cpu_offload:
         offloaded = replace(problem.ranks, cpu_offload=True)
         instead.append(("cpu_offload=True", replace(problem, ranks=offloaded)))
-    ways = [(name, fsdp_memory(other, found.checkpointed).device_bytes) for name, other in instead]
-    if len(found.checkpointed) < len(problem.block_names):
+    ways = [(name, fsdp_memory(other, memory.checkpointed).device_bytes) for name, other in instead]
+    if len(memory.checkpointed) < len(problem.block_names):
         ways.insert(0, ('activation_checkpointing="auto"', fsdp_memory(problem, problem.block_names).device_bytes))
     fitting = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in ways if nbytes <= device_bytes]
     remedy = f"Give {' or '.join(fitting)}." if fitting else "Train on more ranks, or with a smaller batch."
     return (
-        f"{problem.ranks.name} needs {format_bytes(found.device_bytes)} on each device with "
-        f"{_count(found, problem)} blocks recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are "
+        f"{problem.ranks.name} needs {format_bytes(memory.device_bytes)} on each device with "
+        f"{_count(memory, problem)} blocks recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are "
         f"allowed. {remedy}"
     )
 
 
-def _count(found: FSDPMemory, problem: FSDPProblem) -> str:
-    count, every = len(found.checkpointed), len(problem.block_names)
+def _count(memory: FSDPMemory, problem: FSDPProblem) -> str:
+    count, every = len(memory.checkpointed), len(problem.block_names)
     return f"all {every}" if count == every else f"{count} of {every}"
 
 

@@ -50,33 +50,36 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
     """
     known = [_Bytes(packing, point, knobs) for packing in packed for point in sampled(packing, knobs)]
     if not known:
-        given = ", ".join(f"{name}={getattr(knobs, name)}" for name in knobs.given)
-        raise ValueError(f"These settings contradict each other in this model: {given}. Leave one of them out.")
+        settings = ", ".join(f"{name}={getattr(knobs, name)}" for name in knobs.given)
+        raise ValueError(f"These settings contradict each other in this model: {settings}. Leave one of them out.")
     on_device, on_host = problem.device_bytes, problem.host_bytes
-    alone = min(known, key=lambda one: one.device)
-    least_host = min(one.host for one in known)
-    fitting_host = [one for one in known if on_host is None or one.host <= on_host]
-    fitting_device = [one for one in known if on_device is None or one.device <= on_device]
+    alone = min(known, key=lambda candidate: candidate.device)
+    least_host = min(candidate.host for candidate in known)
+    fitting_host = [candidate for candidate in known if on_host is None or candidate.host <= on_host]
+    fitting_device = [candidate for candidate in known if on_device is None or candidate.device <= on_device]
     kind: type[NoFeasiblePlan] = NoPlanForHost
     if on_device is not None and not fitting_device:
         # The advice must work: a plan that streams everything may need too much host memory.
-        best = min(fitting_host, key=lambda one: one.device, default=alone)
+        best = min(fitting_host, key=lambda candidate: candidate.device, default=alone)
         condition = " if it is to fit the host" if best.device > alone.device else ""
         kind = NoFeasiblePlan
         sentences = _device_sentences(problem, on_device, best.plan, best.device, condition)
         if on_host is not None and not fitting_host:
-            least = min(one.host for one in known if one.device <= best.device)
+            least = min(candidate.host for candidate in known if candidate.device <= best.device)
             short = f"at least {format_bytes(least)}, {format_bytes(on_host)} are available."
             sentences.append(f"The host is short as well: {short}")
     elif on_host is not None and not fitting_host:
-        needed = min(one.host for one in fitting_device)
+        needed = min(candidate.host for candidate in fitting_device)
         condition = " if it is to fit the device" if needed > least_host else ""
         sentences = _host_sentences(problem, on_host, needed, condition)
     else:
         # Either budget could be met alone, but every plan that meets one of them exceeds the other.
         assert on_device is not None
         assert on_host is not None
-        best, needed = min(fitting_host, key=lambda one: one.device), min(one.host for one in fitting_device)
+        best, needed = (
+            min(fitting_host, key=lambda candidate: candidate.device),
+            min(candidate.host for candidate in fitting_device),
+        )
         sentences = [
             *_device_sentences(problem, on_device, best.plan, best.device, " if it is to fit the host"),
             f"Or raise host_memory to {format_bytes(needed)}, {format_bytes(needed - on_host)} more.",
@@ -122,7 +125,7 @@ def sampled(packing: Packing, knobs: Knobs) -> Iterator[Point]:
             if bounds is not None:
                 levels = dict.fromkeys((0, packing.most_inputs(num_swap, num_steps)))
                 every = product(spread(*bounds, SAMPLED), levels)
-                yield from (Point(num_swap, num_steps, *each) for each in every)
+                yield from (Point(num_swap, num_steps, *counts) for counts in every)
 
 
 def _device_sentences(problem: Problem, budget: int, plan: Plan, needed: int, condition: str = "") -> list[str]:
@@ -215,4 +218,7 @@ def _fits(problem: Problem, packing: Packing, knobs: Knobs) -> bool:
         return budget is None or nbytes <= budget
 
     known = (_Bytes(packing, point, knobs) for point in sampled(packing, knobs))
-    return any(within(one.device, problem.device_bytes) and within(one.host, problem.host_bytes) for one in known)
+    return any(
+        within(candidate.device, problem.device_bytes) and within(candidate.host, problem.host_bytes)
+        for candidate in known
+    )

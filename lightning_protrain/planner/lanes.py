@@ -69,13 +69,13 @@ def rotated(spans: Iterable[Work], begin: float, seconds: float) -> list[Work]:
         begin: New beginning of the step, seconds; a span that is under way then is divided in two.
         seconds: Duration of the step.
     """
-    found = []
+    shifted = []
     for span in spans:
         for low, high, shift in ((0.0, begin, seconds - begin), (begin, float("inf"), -begin)):
             first, last = max(span.begin, low), min(span.end, high)
             if last > first:
-                found.append(span._replace(begin=first + shift, end=last + shift))
-    return sorted(found, key=lambda span: (LANES.index(span.lane), span.begin))
+                shifted.append(span._replace(begin=first + shift, end=last + shift))
+    return sorted(shifted, key=lambda span: (LANES.index(span.lane), span.begin))
 
 
 def work_of(spans: Iterable[Work], lane: Lane) -> float:

@@ -91,14 +91,14 @@ def minimum_chunk_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> i
 
 def minimum_buffer_bytes(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
     """Return the least bytes of offloaded chunks that must be on the device together: the heaviest of `nests`."""
-    found = nests(layout, _offloaded(layout, chunks))
-    return max((sum(chunks[index].nbytes for index in nest) for nest in found), default=0)
+    nested = nests(layout, _offloaded(layout, chunks))
+    return max((sum(chunks[index].nbytes for index in nest) for nest in nested), default=0)
 
 
 def _offloaded(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tuple[int, ...]]:
     """Return the indices of the offloaded chunks that each unit needs, in order."""
     needed = chunks_of(layout, chunks)
-    return {name: tuple(index for index in own if not chunks[index].resident) for name, own in needed.items()}
+    return {name: tuple(index for index in indices if not chunks[index].resident) for name, indices in needed.items()}
 
 
 def nests(layout: ModelLayout, needed: Mapping[str, tuple[int, ...]]) -> Iterator[Sequence[int]]:
@@ -112,10 +112,10 @@ def nests(layout: ModelLayout, needed: Mapping[str, tuple[int, ...]]) -> Iterato
         needed: Indices of the chunks that each unit itself needs.
     """
     around: dict[str, list[str]] = {unit.name: [] for unit in layout.units}
-    own = {unit.name: unit.parameters for unit in layout.units}
+    parameters_of = {unit.name: unit.parameters for unit in layout.units}
     for unit in layout.units:
         for inner in unit.encloses:
-            if not set(own[inner]) <= set(unit.parameters):
+            if not set(parameters_of[inner]) <= set(unit.parameters):
                 around[inner].append(unit.name)
     for name, outer in around.items():
         yield sorted({*needed[name]}.union(*(needed[unit] for unit in outer))) if outer else needed[name]
@@ -162,8 +162,8 @@ def sums_of(layout: ModelLayout, chunk: ChunkPlan) -> ChunkSums:
             shared=sum(size for size, twice in zip(sizes, shared, strict=True) if twice),
             most_streamed=tuple(sorted(sizes)[-2:]),
         )
-    found: ChunkSums = layout.known[key]
-    return found
+    sums: ChunkSums = layout.known[key]
+    return sums
 
 
 def sums_of_all(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[ChunkSums]:
@@ -171,8 +171,8 @@ def sums_of_all(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[ChunkS
     key = "sums of all", *[chunk.parameters for chunk in chunks]
     if key not in layout.known:
         layout.known[key] = [sums_of(layout, chunk) for chunk in chunks]
-    found: list[ChunkSums] = layout.known[key]
-    return found
+    sums: list[ChunkSums] = layout.known[key]
+    return sums
 
 
 def memory_terms(
@@ -259,10 +259,10 @@ def gradient_buffers_of(layout: ModelLayout, chunks: Sequence[ChunkPlan], state_
     Besides, one chunk is stepped, and one waits for its step.
     """
     offloaded = [chunk for chunk in chunks if not chunk.resident]
-    kept = Counter(chunk.unit for chunk in _kept_gradients(layout, offloaded))
+    counts = Counter(chunk.unit for chunk in _kept_gradients(layout, offloaded))
     around = {unit.name for unit in layout.units if unit.encloses}
-    inside = max((count for unit, count in kept.items() if unit not in around), default=0)
-    count = inside + sum(count for unit, count in kept.items() if unit in around) + 2
+    inside = max((count for unit, count in counts.items() if unit not in around), default=0)
+    count = inside + sum(count for unit, count in counts.items() if unit in around) + 2
     return count if _saved_in_passing(layout, offloaded, state_bytes, count) > 0 else 0
 
 
@@ -278,11 +278,11 @@ def _saved_in_passing(
 
     In the first step all gradients wait, in memory that states take later. The chunk that is being stepped has both.
     """
-    kept = _kept_gradients(layout, offloaded)
-    if not gradient_buffers or not layout.passes_gradients or not kept:
+    chunks_kept = _kept_gradients(layout, offloaded)
+    if not gradient_buffers or not layout.passes_gradients or not chunks_kept:
         return 0
-    sizes = [_pages(_own_bytes(layout, chunk)) for chunk in kept]
-    states = int(state_bytes * sum(sums_of(layout, chunk).numel for chunk in kept))
+    sizes = [_pages(_own_bytes(layout, chunk)) for chunk in chunks_kept]
+    states = int(state_bytes * sum(sums_of(layout, chunk).numel for chunk in chunks_kept))
     return max(sum(sizes) - max(gradient_buffers * max(sizes), sum(sizes) - states + max(sizes)), 0)
 
 
@@ -339,14 +339,14 @@ def check_fits(plan: Plan, problem: StatesProblem) -> None:
         )
     least = memory_terms(layout, plan.chunks, buffers, state_bytes=0.0, blocks=plan.blocks)
     needed = minimum_buffer_bytes(layout, plan.chunks)
-    for term, given, required in (
+    for term, planned, required in (
         ("chunk_buffers", plan.memory.chunk_buffers, needed),
         ("resident_states", plan.memory.resident_states, least.resident_states),
         ("swapped_activations", plan.memory.swapped_activations, least.swapped_activations),
     ):
-        if given < required:
+        if planned < required:
             raise ValueError(
-                f"The plan's memory.{term} is {format_bytes(given)}, its {_NOUNS[term]} need at least "
+                f"The plan's memory.{term} is {format_bytes(planned)}, its {_NOUNS[term]} need at least "
                 f"{format_bytes(required)}. Make the plan again."
             )
     if device_budget is not None and plan.memory.total > device_budget:
@@ -422,22 +422,24 @@ def host_terms(
     casts = sharers == 1
     lends = layout.lends_copies and sharers == 1
     lent = [chunk for chunk in trainable if lends and chunk.streamed_dtype is not None]
-    kept = [chunk for chunk in trainable if not lends or chunk.streamed_dtype is None]
-    waiting = [chunk.nbytes for chunk in kept if accumulate > 1 or (casts and chunk.streamed_dtype is not None)]
+    stored = [chunk for chunk in trainable if not lends or chunk.streamed_dtype is None]
+    waiting = [chunk.nbytes for chunk in stored if accumulate > 1 or (casts and chunk.streamed_dtype is not None)]
     pending = 2 * max(unit_bytes(offloaded), default=0) if asynchronous else 0
     terms = {
         "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
         "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
-        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in kept)
+        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in stored)
         - _saved_in_passing(layout, offloaded, state_bytes, plan.gradient_buffers),
         "optimizer_states": ceil(state_bytes * elements),
         "landing_gradients": _pool(waiting, pending) + max((_own_bytes(layout, chunk) for chunk in lent), default=0),
         "swapped_activations": sum(block.swap_bytes for block in plan.blocks),
     }
     if sharers > 1:
-        own = terms["landing_gradients"] + terms["swapped_activations"] + (terms["gradients"] if accumulate > 1 else 0)
+        of_rank = (
+            terms["landing_gradients"] + terms["swapped_activations"] + (terms["gradients"] if accumulate > 1 else 0)
+        )
         averages = 0 if accumulate > 1 else sum(min(sharers, len(chunk.parameters)) - 1 for chunk in trainable)
-        terms[OTHER_RANKS] = (sharers - 1) * own + averages * PAGESIZE
+        terms[OTHER_RANKS] = (sharers - 1) * of_rank + averages * PAGESIZE
     return terms
 
 

@@ -186,8 +186,8 @@ class _Model:
         self._alpha = problem.alpha if problem.hardware.asynchronous else 1.0
         self.placed = placed = _placed(problem, plan.chunks)
         blocks = {block.name: block for block in plan.blocks}
-        own = [None if index is None else blocks[layout.blocks[index].name] for index in self.facts.block]
-        self._policies = [BlockPolicy.KEEP if block is None else block.policy for block in own]
+        planned = [None if index is None else blocks[layout.blocks[index].name] for index in self.facts.block]
+        self._policies = [BlockPolicy.KEEP if block is None else block.policy for block in planned]
         self._recomputes = [policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for policy in self._policies]
         self._footprints = [
             self.facts.footprint(index, policy, has_casts)
@@ -196,7 +196,7 @@ class _Model:
         # A checkpointed block may swap its inputs.
         self._inputs = [
             segment.input_bytes if again and block is not None and block.swap_bytes else 0
-            for segment, block, again in zip(self._segments, own, self._recomputes, strict=True)
+            for segment, block, again in zip(self._segments, planned, self._recomputes, strict=True)
         ]
         swap_bytes = problem.profile.swap_bytes(placed.streamed) if BlockPolicy.SWAP in self._policies else {}
         self._swap_bytes = [swap_bytes.get(segment.unit, 0) for segment in self._segments]
@@ -232,7 +232,7 @@ class _Model:
 
     def forward_bytes(self) -> _SegmentBytes:
         """Return the device memory in each segment of the forward."""
-        levels = self._levels([each.forward for each in self._footprints])
+        levels = self._levels([footprint.forward for footprint in self._footprints])
         windows = self._windows(self._freed)
         gradients = [self.placed.all_gradients] * len(levels)
         return _SegmentBytes(levels, windows, gradients, self._live.forward)
@@ -243,7 +243,7 @@ class _Model:
 
     def backward_bytes(self) -> _SegmentBytes:
         """Return the device memory in each segment of the backward."""
-        levels = self._levels([each.backward for each in self._footprints])
+        levels = self._levels([footprint.backward for footprint in self._footprints])
         windows = self._windows(self._swap_bytes)
         for index, policy in enumerate(self._policies):
             if policy is BlockPolicy.SWAP:
@@ -282,8 +282,8 @@ class _Model:
     def _windows(self, swapped: Sequence[int]) -> list[int]:
         """Return the bytes of the previous block on the device at each segment; `swapped` are those if it swaps."""
         moved = [
-            nbytes * (policy is BlockPolicy.SWAP) + given
-            for nbytes, policy, given in zip(swapped, self._policies, self._inputs, strict=True)
+            nbytes * (policy is BlockPolicy.SWAP) + inputs
+            for nbytes, policy, inputs in zip(swapped, self._policies, self._inputs, strict=True)
         ]
         return [0 if before is None else moved[before] for before in self.facts.previous]
 
@@ -291,16 +291,19 @@ class _Model:
     def _freed(self) -> list[int]:
         """Bytes that each segment frees under its policy between its forward and its backward."""
         freed = zip(self._footprints, self._policies, self.placed.casts, self._inputs, strict=True)
-        return [each.freed + (casts if policy is BlockPolicy.KEEP else given) for each, policy, casts, given in freed]
+        return [
+            footprint.freed + (casts if policy is BlockPolicy.KEEP else inputs)
+            for footprint, policy, casts, inputs in freed
+        ]
 
     def _freed_before(self) -> list[int]:
         """Return the bytes that the plan has freed when each segment's forward begins."""
-        found, gone = [], 0
+        sums, gone = [], 0
         for segment, freed in zip(self._segments, self._freed, strict=True):
-            found.append(gone)
+            sums.append(gone)
             # A segment without backward drops its activations at an unknown time, so the plan frees nothing.
             gone += freed if segment.backward.peak_bytes > 0 else 0
-        return found
+        return sums
 
     def _held(self) -> list[int]:
         """Return the bytes of shared inputs that recomputing blocks keep alive and that are not counted elsewhere.
@@ -308,16 +311,16 @@ class _Model:
         The blocks of one list share all inputs except the output of the previous block. The profile counts shared
         inputs at the first block. So nothing is added for a list whose first block recomputes, too.
         """
-        found = [0] * len(self._segments)
+        held = [0] * len(self._segments)
         for first, sharing in self.facts.lists:
             if self._recomputes[first]:
                 continue
             most = 0
-            for index in range(len(found)):
+            for index in range(len(held)):
                 if index in sharing and self._recomputes[index]:
                     most = max(most, self.facts.shared_held[index])
-                found[index] += most
-        return found
+                held[index] += most
+        return held
 
     def _phase(self, name: str, taken: _SegmentBytes, in_flight: int = 0) -> Phase:
         """Return the phase with the memory at its peak."""
@@ -363,7 +366,7 @@ class _Placed:
         self._live: dict[tuple[int, int], LiveChunks] = {}
         segments, layout, facts = problem.profile.segments, problem.layout, problem.segment_facts
         self.streamed = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
-        self.casts = [casts_of(one, self.streamed) if one.casts else 0 for one in segments]
+        self.casts = [casts_of(segment, self.streamed) if segment.casts else 0 for segment in segments]
         self.has_casts = [casts < most for casts, most in zip(self.casts, facts.cast_bytes, strict=True)]
         every = zip(chunks, sums_of_all(layout, chunks), strict=True)
         resident = [(chunk, sums) for chunk, sums in every if chunk.resident]
@@ -401,13 +404,13 @@ class _Placed:
             for fqn in chunk.parameters:
                 index, nbytes = whole_at[fqn]
                 arrivals[index] += nbytes
-        found, later = [0] * count, arrivals[count]
+        held, later = [0] * count, arrivals[count]
         for index in reversed(range(count)):
             segment = self._problem.profile.segments[index]
-            own = max(segment.backward.peak_with_gradients - segment.backward.peak_bytes, 0)
-            found[index] = later + min(arrivals[index], own)
+            inside = max(segment.backward.peak_with_gradients - segment.backward.peak_bytes, 0)
+            held[index] = later + min(arrivals[index], inside)
             later += arrivals[index]
-        return found
+        return held
 
     @cached_property
     def in_flight(self) -> int:
@@ -441,8 +444,8 @@ def _placed(problem: Problem, chunks: Sequence[ChunkPlan]) -> _Placed:
     key = tuple(map(id, chunks))  # The value keeps the chunks, so no others get their ids.
     if key not in problem.placed:
         problem.placed[key] = _Placed(problem, chunks)
-    found: _Placed = problem.placed[key]
-    return found
+    placed: _Placed = problem.placed[key]
+    return placed
 
 
 class LiveChunks:
@@ -482,8 +485,8 @@ class LiveChunks:
         """Return the live bytes at each of `uses`: the next of `windows`, or as before if no chunk is needed."""
         live, following = [], iter(windows)
         latest = max(before, sum(self._sizes[index] for index in self._pinned))
-        for own in uses:
-            latest = next(following) if own else latest
+        for chunks in uses:
+            latest = next(following) if chunks else latest
             live.append(latest)
         return live
 
@@ -496,7 +499,7 @@ class LiveChunks:
         counts = dict.fromkeys(self._pinned, 1)  # How often each live chunk is used within the window.
         nbytes = sum(sizes[index] for index in self._pinned)
         begin = end = start = 0
-        found = []
+        windows = []
         for needs in uses:
             while end < len(order):
                 index = order[end]
@@ -515,5 +518,5 @@ class LiveChunks:
                 counts[index] = counts.get(index, 0) + 1
                 end += 1
             start += len(needs)
-            found.append(min(nbytes, self._plan.memory.chunk_buffers))
-        return found
+            windows.append(min(nbytes, self._plan.memory.chunk_buffers))
+        return windows

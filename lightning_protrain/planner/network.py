@@ -66,8 +66,8 @@ class Network:
     def describe(self) -> str:
         """Return the rates as text."""
         routes = {"all-reduce": self.everyone, "reduce": self.owner, "all-reduce between nodes": self.peers}
-        each = [(name, route) for name, route in routes.items() if route is not None]
-        return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s (latency {1e6 * r.latency:.3g} us)" for name, r in each)
+        measured = [(name, route) for name, route in routes.items() if route is not None]
+        return ", ".join(f"{name} {r.rate / 1e9:.3g} GB/s (latency {1e6 * r.latency:.3g} us)" for name, r in measured)
 
     def calls(self, num_parameters: int) -> int:
         """Return the number of collectives for a chunk with `num_parameters` gradients, in a node or over all ranks."""

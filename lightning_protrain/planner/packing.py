@@ -30,9 +30,9 @@ def users_of(layout: ModelLayout) -> dict[str, tuple[str, ...]]:
     """Return for each parameter, by its first name, the names of the units that need it, in execution order."""
     users: dict[str, tuple[str, ...]] = {info.fqn: () for info in layout.parameters}
     for unit in layout.units:
-        own = (unit.name,)  # Units share one tuple among all their parameters.
+        names = (unit.name,)  # Units share one tuple among all their parameters.
         for fqn in unit.parameters:
-            users[fqn] += own
+            users[fqn] += names
     return users
 
 
@@ -163,12 +163,12 @@ def order_steps(blocks: Sequence[Recomputation]) -> tuple[Step, ...]:
         for index, block in enumerate(blocks)
         for policy, seconds, freed in _steps(block)
     ]
-    found: list[tuple[int, int, int, BlockPolicy]] = []
+    ordered: list[tuple[int, int, int, BlockPolicy]] = []
     kind, previous = 0, 0.0
     for cost, index, policy in sorted(costs, key=itemgetter(0)):
         kind, previous = kind + (cost > ALIKE * previous), cost
-        found.append((kind, index, len(found), policy))
-    return tuple((index, policy) for _, index, _, policy in sorted(found))
+        ordered.append((kind, index, len(ordered), policy))
+    return tuple((index, policy) for _, index, _, policy in sorted(ordered))
 
 
 def _steps(block: Recomputation) -> list[tuple[BlockPolicy, float, float]]:
@@ -238,12 +238,12 @@ def check_counts(layout: ModelLayout, num_swap: int, num_checkpoint: int) -> Non
         ValueError: The counts exceed the number of blocks, or are positive although the whole model is one block.
     """
     counts = {"num_swap_blocks": num_swap, "num_checkpoint_blocks": num_checkpoint}
-    given = " and ".join(f"{name}={count}" for name, count in counts.items() if count)
-    if given and [block.name for block in layout.blocks] == [""]:
+    settings = " and ".join(f"{name}={count}" for name, count in counts.items() if count)
+    if settings and [block.name for block in layout.blocks] == [""]:
         effect = "cannot be run twice" if num_checkpoint else "would bring all its activations back at once"
         raise ValueError(
-            f"{given}: this model has no repeated list of blocks, and as a whole it {effect}. Name blocks with "
+            f"{settings}: this model has no repeated list of blocks, and as a whole it {effect}. Name blocks with "
             "`blocks`."
         )
     if num_swap + num_checkpoint > len(layout.blocks):
-        raise ValueError(f"{given}: this model has {plural(len(layout.blocks), 'block')}. Give fewer.")
+        raise ValueError(f"{settings}: this model has {plural(len(layout.blocks), 'block')}. Give fewer.")

@@ -237,8 +237,10 @@ class Plan:
         except json.JSONDecodeError as error:
             raise ValueError(f"The plan is not valid JSON: {error}. Write one with `Plan.save(path)`.") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            found = content.get("format") if isinstance(content, dict) else type(content).__name__
-            raise ValueError(f"The plan has format {found!r}, this version reads format {FORMAT}. Make the plan again.")
+            its_format = content.get("format") if isinstance(content, dict) else type(content).__name__
+            raise ValueError(
+                f"The plan has format {its_format!r}, this version reads format {FORMAT}. Make the plan again."
+            )
         content = without_removed({name: value for name, value in content.items() if name != "format"})
         prediction = content.get("prediction")
         plan: Plan = read(cls, "plan", content if prediction is None else {**content, "prediction": None})
@@ -293,8 +295,8 @@ def gathers_gradients(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> list[
             and all(layout.by_name[fqn].streamed_nbytes <= SMALL_GRADIENT for fqn in chunk.parameters)
             for chunk in chunks
         ]
-    found: list[bool] = layout.known[key]
-    return found
+    gathers: list[bool] = layout.known[key]
+    return gathers
 
 
 def unit_bytes(chunks: Iterable[ChunkPlan]) -> list[int]:

@@ -72,9 +72,11 @@ def plot_units(rows: Sequence[UnitRow], ax: Any | None = None) -> tuple[Any, Any
     ax.bar(places, streamed, 0.9, bottom=resident, color=_STREAMED, label="weights streamed from the host")
     most = max(map(sum, zip(resident, streamed, strict=True)), default=0.0) or 1.0
     for policy in dict.fromkeys(row.policy for row in rows):
-        own = [place for place, row in enumerate(rows) if row.policy == policy]
+        of_policy = [place for place, row in enumerate(rows) if row.policy == policy]
         name = f"activations: {policy}" if policy else "no block"
-        ax.bar(own, [-0.08 * most] * len(own), 0.9, bottom=-0.03 * most, color=_POLICIES[policy], label=name)
+        ax.bar(
+            of_policy, [-0.08 * most] * len(of_policy), 0.9, bottom=-0.03 * most, color=_POLICIES[policy], label=name
+        )
     ax.set(title="What lives where", ylabel="GiB of weights", xlabel="units of the model, in order", xticks=[])
     ax.legend(fontsize="small", frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5)
     ax.margins(y=0.1)
@@ -120,9 +122,9 @@ def plot_lanes(spans: Sequence[Work], seconds: float, ax: Any | None = None) -> 
     for what in (*_KINDS, *others):
         named = what
         for place, lane in enumerate(lanes):
-            own = [span for span in spans if span.what == what and span.lane == lane]
-            if own:
-                bars = [(span.begin, span.end - span.begin) for span in own]
+            chosen = [span for span in spans if span.what == what and span.lane == lane]
+            if chosen:
+                bars = [(span.begin, span.end - span.begin) for span in chosen]
                 ax.broken_barh(bars, (place - 0.4, 0.8), facecolor=_KINDS.get(what, _OTHER), label=named)
                 named = "_"  # matplotlib omits this label from the legend.
     ax.set_yticks(range(len(lanes)), [f"{lane}, {work_of(spans, lane):.3g} s" for lane in lanes])

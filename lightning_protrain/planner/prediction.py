@@ -133,10 +133,10 @@ class Prediction:
             ValueError: The content is no prediction.
         """
         later = {"alone_seconds": None, "alpha": None}
-        found: Prediction = read(cls, "prediction", {**later, **content} if isinstance(content, dict) else content)
-        if not found.phases:
+        prediction: Prediction = read(cls, "prediction", {**later, **content} if isinstance(content, dict) else content)
+        if not prediction.phases:
             raise ValueError(f"The plan's prediction.phases is []: there is no phase. {_AGAIN}")
-        return found
+        return prediction
 
 
 _AGAIN = "Make the plan again."
@@ -169,8 +169,8 @@ def read(kind: Any, where: str, value: Any) -> Any:
     if is_dataclass(kind) or hasattr(kind, "_fields"):
         hints = _hints(kind)
         if not isinstance(value, dict) or value.keys() != hints.keys():
-            found = sorted(value) if isinstance(value, dict) else type(value).__name__
-            raise ValueError(f"The plan's {where} has the fields {found}, not {sorted(hints)}. {_AGAIN}")
+            fields = sorted(value) if isinstance(value, dict) else type(value).__name__
+            raise ValueError(f"The plan's {where} has the fields {fields}, not {sorted(hints)}. {_AGAIN}")
         return kind(**{name: read(hint, f"{where}.{name}", value[name]) for name, hint in hints.items()})
     if origin is tuple and type(value) is list:
         return tuple([read(inner[0], f"{where}[{index}]", item) for index, item in enumerate(value)])

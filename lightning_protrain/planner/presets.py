@@ -170,7 +170,7 @@ def _useful_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> tuple[i
     """Return the minimum number of chunk buffers, and the number that holds one block while the next is prefetched."""
     least = minimum_chunk_buffers(layout, chunks)
     offloaded = [index for index, chunk in enumerate(chunks) if not chunk.resident]
-    counts = (len({*own}.intersection(offloaded)) for own in chunks_of(layout, chunks).values())
+    counts = (len({*indices}.intersection(offloaded)) for indices in chunks_of(layout, chunks).values())
     return least, max(least, min(2 * max(counts, default=0), len(offloaded)))
 
 
@@ -233,8 +233,8 @@ def _interleave(draft: _Draft, num_swap: int, num_checkpoint: int) -> tuple[Bloc
     count = len(draft.keep_all)
     policies = lay_out(count, by_place(count), spread(num_swap, num_swap + num_checkpoint), num_checkpoint)
     return tuple(
-        BlockPlan(kept.name, policy, _saved_bytes(draft, kept.name, num_swap) if policy is BlockPolicy.SWAP else 0)
-        for kept, policy in zip(draft.keep_all, policies, strict=True)
+        BlockPlan(block.name, policy, _saved_bytes(draft, block.name, num_swap) if policy is BlockPolicy.SWAP else 0)
+        for block, policy in zip(draft.keep_all, policies, strict=True)
     )
 
 

@@ -234,26 +234,34 @@ class Problem:
     @cached_property
     def computes(self) -> list[tuple[float, float]]:
         """Device seconds of each segment, in forward and in backward."""
-        return [(each.forward, each.backward) for each in durations(self.profile.segments, self.hardware)]
+        return [(duration.forward, duration.backward) for duration in durations(self.profile.segments, self.hardware)]
 
     @cached_property
     def recomputes(self) -> list[tuple[float, float]]:
         """Device seconds to recompute each segment: all of it, and all except its products."""
-        return [(each.recomputed, each.selective) for each in durations(self.profile.segments, self.hardware)]
+        return [
+            (duration.recomputed, duration.selective) for duration in durations(self.profile.segments, self.hardware)
+        ]
 
     @cached_property
     def gradients(self) -> list[list[tuple[ParameterInfo, float]]]:
         """Gradients of each segment in order, each with the fraction of the segment's backward that precedes it."""
         infos = [[self.layout.parameter(fqn) for fqn in segment.gradients] for segment in self.profile.segments]
         return [
-            list(zip(own, come_together([it.fqn for it in own], [it.numel for it in own]), strict=True))
-            for own in infos
+            list(
+                zip(
+                    parameters,
+                    come_together([it.fqn for it in parameters], [it.numel for it in parameters]),
+                    strict=True,
+                )
+            )
+            for parameters in infos
         ]
 
     @cached_property
     def gradient_positions(self) -> list[tuple[str, int]]:
         """First name of each parameter that gets a gradient, with the index of the segment that computes it."""
-        return [(fqn, index) for index, one in enumerate(self.profile.segments) for fqn in one.gradients]
+        return [(fqn, index) for index, segment in enumerate(self.profile.segments) for fqn in segment.gradients]
 
     @cached_property
     def arriving(self) -> list[tuple[int, str, int, int, float]]:
@@ -280,8 +288,8 @@ class Problem:
     @cached_property
     def movable_inputs(self) -> dict[str, int]:
         """Host memory for the inputs of each block that can move them, bytes; the last block gains nothing by it."""
-        given, blocks = self.profile.input_swap_bytes, self.layout.blocks[:-1]
-        return {block.name: given[block.name] for block in blocks if block.name and given.get(block.name)}
+        nbytes, blocks = self.profile.input_swap_bytes, self.layout.blocks[:-1]
+        return {block.name: nbytes[block.name] for block in blocks if block.name and nbytes.get(block.name)}
 
     @cached_property
     def segment_facts(self) -> SegmentFacts:
@@ -328,21 +336,21 @@ class SegmentFacts:
     def __init__(self, problem: Problem) -> None:
         segments, layout = problem.profile.segments, problem.layout
         index_of = {block.name: index for index, block in enumerate(layout.blocks)}
-        self.block = [None if one.between else index_of.get(one.unit) for one in segments]
+        self.block = [None if segment.between else index_of.get(segment.unit) for segment in segments]
         self.previous: list[int | None] = []
         latest = None
         for index, block in enumerate(self.block):
             self.previous.append(latest)
             latest = index if block is not None else latest
-        self.cast_bytes = [sum([nbytes for _, nbytes in one.casts]) for one in segments]
+        self.cast_bytes = [sum([nbytes for _, nbytes in segment.casts]) for segment in segments]
         most: dict[str, int] = {}
         self.shared_held = []
         lists: dict[str, list[int]] = {}
-        names = [one.unit.rpartition(".")[0] for one in segments]
-        for index, (name, one) in enumerate(zip(names, segments, strict=True)):
-            shared = 0 < one.lost_inputs <= most.get(name, 0)
-            self.shared_held.append(one.lost_inputs if shared else 0)
-            most[name] = max(most.get(name, 0), one.lost_inputs)
+        names = [segment.unit.rpartition(".")[0] for segment in segments]
+        for index, (name, segment) in enumerate(zip(names, segments, strict=True)):
+            shared = 0 < segment.lost_inputs <= most.get(name, 0)
+            self.shared_held.append(segment.lost_inputs if shared else 0)
+            most[name] = max(most.get(name, 0), segment.lost_inputs)
             if shared:
                 lists.setdefault(name, []).append(index)
         self.lists = [(names.index(name), frozenset(sharing)) for name, sharing in lists.items()]
@@ -355,8 +363,8 @@ class SegmentFacts:
         """Return the memory of a segment under a policy; `casts` is False if the plan needs no casts of its weights."""
         key = index, policy, casts
         if key not in self._footprints:
-            one = self._segments[index]
-            self._footprints[key] = footprint(one, policy, one.lost_inputs - self.shared_held[index], casts)
+            segment = self._segments[index]
+            self._footprints[key] = footprint(segment, policy, segment.lost_inputs - self.shared_held[index], casts)
         return self._footprints[key]
 
 
@@ -379,7 +387,7 @@ class Durations(NamedTuple):
 def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Durations]:
     """Return the durations of all segments; segments that share operations share one computation."""
     known: dict[tuple[int, ...], Durations] = {}
-    found = []
+    made = []
     for segment in segments:
         ahead, back = segment.forward, segment.backward.operations
         shared = id(ahead.operations), id(back)
@@ -390,8 +398,8 @@ def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Du
                 selective=selective_seconds(segment, hardware),
                 backward=hardware.seconds(back),
             )
-        found.append(known[shared])
-    return found
+        made.append(known[shared])
+    return made
 
 
 def selective_seconds(segment: Segment, hardware: HardwareProfile) -> float:

@@ -242,7 +242,7 @@ class PlanRequest:
     def _plan(self, hardware: HardwareProfile | None) -> Plan:
         host_bytes, copied = self.host_bytes(hardware), self._checkpoint_copy
         try:
-            found = self._find_plan(hardware, max(host_bytes - copied, 0))
+            plan = self._find_plan(hardware, max(host_bytes - copied, 0))
         except NoFeasiblePlan:
             raise
         except ValueError as error:
@@ -251,8 +251,8 @@ class PlanRequest:
             self._find_plan(hardware, host_bytes)  # It raises the same error if the copy is not the reason.
             raise type(error)(f"{error} {format_bytes(copied)} of host memory are {CHECKPOINT_COPY_ADVICE}") from error
         if hardware is not None and not self.searches(hardware):
-            found = self._predicted(found, hardware)
-        return replace(self._among_ranks(found), sharding=self.ranks.sharding)
+            plan = self._predicted(plan, hardware)
+        return replace(self._among_ranks(plan), sharding=self.ranks.sharding)
 
     def _find_plan(self, hardware: HardwareProfile | None, host_bytes: int) -> Plan:
         workload = self.workload
@@ -329,9 +329,9 @@ class PlanRequest:
         """Yield a sentence if the ranks can train under FSDP2 without offload; nothing if that is unknown."""
         profile = self.workload.profile
         if self.ranks.num_ranks > 1 and profile is not None and self.searches(hardware):
-            found = FSDP2(self.workload, self.ranks, self._device(hardware, profile), self.options.device_bytes)
-            if found.memory is not None:
-                yield found.describe(self.network)
+            fsdp = FSDP2(self.workload, self.ranks, self._device(hardware, profile), self.options.device_bytes)
+            if fsdp.memory is not None:
+                yield fsdp.describe(self.network)
 
     def _device(self, hardware: HardwareProfile | None, profile: ModelProfile) -> HardwareProfile:
         """Return the hardware to plan for; this node as it is before weights are placed."""
@@ -384,8 +384,8 @@ class PlanRequest:
     @property
     def _layout(self) -> ModelLayout:
         layout = self.workload.layout
-        one = self.ranks.num_ranks == 1 or not layout.passes_gradients
-        return layout if one else replace(layout, passes_gradients=False)
+        keeps = self.ranks.num_ranks == 1 or not layout.passes_gradients
+        return layout if keeps else replace(layout, passes_gradients=False)
 
     @property
     def _host_use(self) -> HostUse:
@@ -412,8 +412,8 @@ class PlanRequest:
     def _among_ranks(self, plan: Plan) -> Plan:
         """Return a plan whose memory and prediction include the all-reduce buffers of these ranks."""
         nbytes = self._room_for_buckets(chunk for chunk in plan.chunks if not chunk.resident)
-        own = memory_terms(self.workload.layout, plan.chunks, plan.num_chunk_buffers, 0.0).gradients_in_flight
-        memory = replace(plan.memory, gradients_in_flight=own + nbytes)
+        in_flight = memory_terms(self.workload.layout, plan.chunks, plan.num_chunk_buffers, 0.0).gradients_in_flight
+        memory = replace(plan.memory, gradients_in_flight=in_flight + nbytes)
         prediction = plan.prediction.among_ranks(nbytes) if plan.prediction is not None else None
         return replace(plan, memory=memory, prediction=prediction)
 

@@ -132,14 +132,14 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
     """
     assert problem.device_bytes is not None
     evaluated = replace(problem, evaluates=True)
-    found = find_any(evaluated, knobs)
-    if found is not None:
-        return found.plan
-    found = find_any(problem, knobs)
-    if found is None:
+    result = find_any(evaluated, knobs)
+    if result is not None:
+        return result.plan
+    result = find_any(problem, knobs)
+    if result is None:
         short = evaluated if problem.training.evaluates else problem
         refuse(short, knobs, _packed(short, knobs))
-    plan = found.plan
+    plan = result.plan
     if problem.training.evaluates:
         say(
             f"Evaluation is predicted to take "
@@ -156,10 +156,10 @@ def find(problem: Problem, knobs: Knobs) -> Found:
         ValueError: See `search`.
     """
     packed = _packed(problem, knobs)
-    found = _best(problem, knobs, packed)
-    if found is None:
+    result = _best(problem, knobs, packed)
+    if result is None:
         refuse(problem, knobs, packed)
-    return found
+    return result
 
 
 def find_any(problem: Problem, knobs: Knobs) -> Found | None:
@@ -186,11 +186,11 @@ def _best(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> Found | 
         return None
     best = first.with_moved_inputs()
     seconds = (1 + WORTH) * best.seconds
-    close = [(value, one) for one in searches for value in one.timed() if value.seconds <= seconds]
-    value, one = min(close, key=lambda pair: pair[0].copies)
+    close = [(value, search) for search in searches for value in search.timed() if value.seconds <= seconds]
+    value, search = min(close, key=lambda pair: pair[0].copies)
     evaluations = sum(other.evaluations for other in searches)
-    value = one.leaner(value, seconds, LIMIT - evaluations)
-    return Found(one.plan(value), value.seconds, best.seconds, sum(other.evaluations for other in searches))
+    value = search.leaner(value, seconds, LIMIT - evaluations)
+    return Found(search.plan(value), value.seconds, best.seconds, sum(other.evaluations for other in searches))
 
 
 def _fastest(searches: Sequence[_Search], moves_inputs: bool) -> _Search | None:
@@ -198,12 +198,12 @@ def _fastest(searches: Sequence[_Search], moves_inputs: bool) -> _Search | None:
     first: _Search | None = None
     best: Value | None = None
     left = LIMIT
-    for one in searches:
-        one.run(None if best is None else best.point, left, moves_inputs)
-        left -= one.evaluations
+    for search in searches:
+        search.run(None if best is None else best.point, left, moves_inputs)
+        left -= search.evaluations
         # Of equal times, the first chunk size wins.
-        if one.best is not None and (best is None or one.best.seconds < (1 - RESOLUTION) * best.seconds):
-            first, best = one, one.best
+        if search.best is not None and (best is None or search.best.seconds < (1 - RESOLUTION) * best.seconds):
+            first, best = search, search.best
     return first
 
 

@@ -39,16 +39,16 @@ def plan_each(
         make: Makes a plan, or raises a ValueError.
         compares: True if plans can be compared; False: stop at the first plan that fits.
     """
-    found: dict[Sharding, Plan | ValueError] = {}
+    answers: dict[Sharding, Plan | ValueError] = {}
     for sharding in shardings:
         try:
-            plan = found[sharding] = make(sharding)
+            plan = answers[sharding] = make(sharding)
         except ValueError as error:
-            found[sharding] = error
+            answers[sharding] = error
             continue
         if not (compares and plan.num_offloaded_chunks):
             break
-    return found
+    return answers
 
 
 def predicted_seconds(plan: Plan) -> float | None:
@@ -76,14 +76,14 @@ def choose(
     times = {sharding: seconds(plan) for sharding, plan in plans.items()}
     known = {sharding: time for sharding, time in times.items() if time is not None}
     if len(known) < len(plans):
-        refused = [_of_other(each, error) for each, error in found.items() if isinstance(error, ValueError)]
+        refused = [_of_other(other, error) for other, error in found.items() if isinstance(error, ValueError)]
         # Do not explain why the other sharding failed if the preferred one has a plan.
         says = first is not next(iter(found))
         return ShardingDecision(plan, f'sharding="auto" takes "{first}": {", ".join(refused)}.' if says else "")
     if len(found) == 1:
         return ShardingDecision(plan)
-    chosen = next(each for each, time in known.items() if time <= (1 + NEAR) * min(known.values()))
-    others = [_of_other(each, found[each], known.get(each), known[chosen]) for each in found if each is not chosen]
+    chosen = next(other for other, time in known.items() if time <= (1 + NEAR) * min(known.values()))
+    others = [_of_other(other, found[other], known.get(other), known[chosen]) for other in found if other is not chosen]
     taken = f'sharding="auto" takes "{chosen}": a step{where} is expected to take {short_seconds(known[chosen])}'
     sentence = f"{', '.join([taken, *others])}."
     plan = plans[chosen]

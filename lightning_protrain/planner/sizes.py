@@ -44,28 +44,32 @@ class SizedStep:
 
     def times(self, factor: float) -> SizedStep:
         """Return the step with `factor` times the tokens, see [Note: Sizes]."""
-        return self if factor == 1 else replace(self, requests=[(_times(one, factor), on) for one, on in self.requests])
+        return (
+            self
+            if factor == 1
+            else replace(self, requests=[(_times(request, factor), on) for request, on in self.requests])
+        )
 
     @cached_property
     def sliced(self) -> SizedStep | None:
         """The step on slices of the tokens; None: it cannot be sliced."""
-        found = [(one.in_slices(on), on) for one, on in self.requests]
-        known = [(one, on) for one, on in found if one is not None]
+        requests = [(request.in_slices(on), on) for request, on in self.requests]
+        known = [(request, on) for request, on in requests if request is not None]
         return SizedStep(known) if known else None
 
     def fits(self) -> bool:
         """Return True if a plan fits; faster than a search."""
-        return any(one.can_fit(on) for one, on in self.requests)
+        return any(request.can_fit(on) for request, on in self.requests)
 
     def prediction(self) -> Prediction | None:
         """Return the prediction of the fastest plan; None: no plan fits."""
-        found = list(self._predictions()) if self.fits() else []
-        return min(found, key=lambda each: each.step_seconds, default=None)
+        predictions = list(self._predictions()) if self.fits() else []
+        return min(predictions, key=lambda prediction: prediction.step_seconds, default=None)
 
     def _predictions(self) -> Iterator[Prediction]:
-        for one, on in self.requests:
+        for request, on in self.requests:
             try:
-                problem, plan = one.fastest(one.here(on))
+                problem, plan = request.fastest(request.here(on))
             except NoFeasiblePlan:
                 continue
             yield expected(problem, plan)
@@ -93,15 +97,15 @@ def longest(at: Callable[[int], SizedStep], lengths: Sequence[int], first: int) 
     """
     length, best, estimates = first, 0, 0
     while True:
-        found = _longest_by(at(length), length, lengths)
+        estimate = _longest_by(at(length), length, lengths)
         estimates += 1
-        if found >= length:
+        if estimate >= length:
             best = length
-        if found == 0 or length <= found <= (1 + CLOSE) * length:
+        if estimate == 0 or length <= estimate <= (1 + CLOSE) * length:
             return best
-        if best and (found <= best or estimates >= ESTIMATES):
+        if best and (estimate <= best or estimates >= ESTIMATES):
             return best
-        length = found
+        length = estimate
 
 
 def longest_by_one(step: SizedStep, length: int, lengths: Sequence[int]) -> int:

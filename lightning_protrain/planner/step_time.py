@@ -349,20 +349,20 @@ class _Step:
         """Set the chunks to upload at each position; if buffers run out, the least recently used chunk is evicted."""
         layout, plan, segments = self.problem.layout, self.plan, self.problem.profile.segments
         needed = {
-            name: [index for index in own if not plan.chunks[index].resident]
-            for name, own in chunks_of(layout, plan.chunks).items()
+            name: [index for index in indices if not plan.chunks[index].resident]
+            for name, indices in chunks_of(layout, plan.chunks).items()
         }
         # The chunks of enclosing units are fetched first, and keep their buffers during the whole pass.
         pinned = {index for unit in layout.units if unit.encloses for index in needed[unit.name]}
-        own = [[index for index in needed.get(segment.unit, ()) if index not in pinned] for segment in segments]
+        indices = [[index for index in needed.get(segment.unit, ()) if index not in pinned] for segment in segments]
         tables = self.problem.lookups
         read = [
             chunks[::-1] if segment.backward.operations and index not in tables else []
-            for index, (segment, chunks) in enumerate(zip(segments, own, strict=True))
+            for index, (segment, chunks) in enumerate(zip(segments, indices, strict=True))
         ]
         num_buffers = max(plan.num_chunk_buffers - len(pinned), 1)
-        ahead, live = uploads(own, range(len(own)), num_buffers)
-        back, _ = uploads(read, reversed(range(len(own))), num_buffers, live)
+        ahead, live = uploads(indices, range(len(indices)), num_buffers)
+        back, _ = uploads(read, reversed(range(len(indices))), num_buffers, live)
         for at, come, come_back in zip(self.positions, ahead, back, strict=True):
             at.uploads_forward, at.uploads_backward = come, come_back
         self.positions[0].uploads_forward[:0] = [(index, -1) for index in sorted(pinned)]
@@ -401,13 +401,13 @@ class _Step:
         """Set the downloads of gradients, and the work that gradients cause on the host and on the device."""
         hardware, training, chunks = self.problem.hardware, self.problem.training, self.plan.chunks
         low, resident = [chunk.streamed_dtype is not None for chunk in chunks], [chunk.resident for chunk in chunks]
-        numel, own = [0] * len(chunks), [0] * len(chunks)
+        numel, nbytes_of = [0] * len(chunks), [0] * len(chunks)
         places, numbers, nbytes, streamed = list[int](), list[int](), list[int](), list[int]()
         every, chunk_of = self.gradients, self._chunk_of
         for index, fqn, count, size, computed in self.problem.arriving:
             number = chunk_of[fqn]
             numel[number] += count
-            own[number] += size
+            nbytes_of[number] += size
             if not resident[number]:
                 places.append(index)
                 numbers.append(number)
@@ -425,7 +425,7 @@ class _Step:
         for index, at in enumerate(self.positions):  # Positions in `places` are in falling order.
             at.gradients = range(bisect_left(places, -index, key=neg), bisect_left(places, 1 - index, key=neg))
         last = {number: place for place, number in enumerate(numbers)}
-        self._add_steps({number: places[place] for number, place in last.items()}, numel, own)
+        self._add_steps({number: places[place] for number, place in last.items()}, numel, nbytes_of)
         cast = add = 0.0
         for place, number in enumerate(numbers):
             add += 2 * nbytes[place] + streamed[place]
@@ -442,7 +442,7 @@ class _Step:
                 every.update[place] = step.norm if training.clips else step.seconds
                 every.stepped[place] = step.chunk
         self.host.cast, self.host.add = sum(every.cast), sum(every.add)
-        touched = sum([size for size, here in zip(own, resident, strict=True) if here])
+        touched = sum([size for size, here in zip(nbytes_of, resident, strict=True) if here])
         touched *= ADD * (training.accumulate - 1) + (NORM + SCALE if training.clips else 0)
         stepped = sum([count for count, here in zip(numel, resident, strict=True) if here])
         self.device_step = stepped / hardware.device_step + touched / hardware.memory
@@ -460,8 +460,11 @@ class _Step:
                 seconds += read + 2 * numel[chunk] / hardware.host_memory
             self.steps.append(_ChunkStep(position, chunk, seconds, SCALE * read, NORM * read))
         self.steps.sort()
-        self.host.step = sum([one.seconds for one in self.steps])
-        self.host.norm, self.host.scale = sum([one.norm for one in self.steps]), sum([one.scale for one in self.steps])
+        self.host.step = sum([step.seconds for step in self.steps])
+        self.host.norm, self.host.scale = (
+            sum([step.norm for step in self.steps]),
+            sum([step.scale for step in self.steps]),
+        )
 
 
 def uploads(
@@ -475,16 +478,16 @@ def uploads(
         num_buffers: Maximum number of live chunks.
         live: Live chunks at the beginning, least recently used first.
     """
-    found: list[list[Upload]] = [[] for _ in needs]
+    coming: list[list[Upload]] = [[] for _ in needs]
     present = dict.fromkeys(live, -1)  # Position of each live chunk's last use, least recently used first.
     for position in order:
-        come = found[position]
+        come = coming[position]
         for chunk in needs[position]:
             if present.pop(chunk, None) is None:
                 freed = present.pop(next(iter(present))) if len(present) >= num_buffers else -1
                 come.append((chunk, freed))
             present[chunk] = position
-    return found, list(present)
+    return coming, list(present)
 
 
 def _waits(sizes: Sequence[int]) -> list[int]:
@@ -495,11 +498,11 @@ def _waits(sizes: Sequence[int]) -> list[int]:
     """
     room = sum(sorted(sizes)[-2:])
     before = [0, *accumulate(sizes)]
-    found = []
+    waits = []
     for place, (nbytes, following) in enumerate(pairwise([*sizes, 0])):
         under_way = max(room - nbytes - following, 0)
-        found.append(bisect_left(before, before[place] - under_way) - 1)
-    return found
+        waits.append(bisect_left(before, before[place] - under_way) - 1)
+    return waits
 
 
 def _near(some: Iterable[bool]) -> list[bool]:
@@ -600,14 +603,16 @@ def _log_in_turn(step: _Step, log: WorkLog) -> None:
             log_next("upload", at.swap_in + at.inputs_in, SWAP_IN, index)
             log_next("compute", at.recompute, RECOMPUTE, index)
             log_next("compute", at.compute_backward, BACKWARD, index)
-            log_next("download", sum(every.download[each] for each in at.gradients), GRADIENTS, index)
+            log_next("download", sum(every.download[gradient] for gradient in at.gradients), GRADIENTS, index)
             works, what = (every.add, ADDS) if number else (every.cast, CASTS)
-            log_next("host", sum(works[each] for each in at.gradients), what, index)
+            log_next("host", sum(works[gradient] for gradient in at.gradients), what, index)
     log_next("network", step.network.sent if step.network is not None else 0.0, SUMS)
     log_next("compute", step.device_step, UPDATE)
     log_next("host", step.host.norm if training.clips else 0.0, NORMS)
-    for one in step.steps:
-        log_next("host", one.seconds + (one.scale if training.clips else 0.0), UPDATE, one.position)
+    for chunk_step in step.steps:
+        log_next(
+            "host", chunk_step.seconds + (chunk_step.scale if training.clips else 0.0), UPDATE, chunk_step.position
+        )
 
 
 def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) -> float:
@@ -764,11 +769,11 @@ def _update(step: _Step, ended: _Ended) -> tuple[float, dict[int, float]]:
         log.add("host", host, host + norm, NORMS)
         host = max(host + norm, ended.computed)
     known, stepped = host, {}
-    for one in step.steps:
+    for chunk_step in step.steps:
         starts = host
-        host += one.seconds + (one.scale if training.clips else 0.0)
-        stepped[one.chunk] = host
-        log.add("host", starts, host, UPDATE, one.position)
+        host += chunk_step.seconds + (chunk_step.scale if training.clips else 0.0)
+        stepped[chunk_step.chunk] = host
+        log.add("host", starts, host, UPDATE, chunk_step.position)
     return (max(begun, known), stepped) if training.overlap == "forward" else (max(begun, host), {})
 
 
@@ -825,11 +830,11 @@ def _sends(step: _Step) -> _Sends:
     problem, plan, network = step.problem, step.plan, step.problem.network
     assert isinstance(network, Network)
     hardware, last = problem.hardware, dict(reversed(problem.gradient_positions))
-    found = [_Sent() for _ in step.positions]
+    sends = [_Sent() for _ in step.positions]
     # For each position, two lists of chunks, collectives, elements and bytes. The second list is that of the chunk sent
     # last, the first list has the sums over all other chunks.
-    amounts = [([0, 0, 0, 0], [0, 0, 0, 0]) for _ in found]
-    resident, largest = [0] * len(found), 0
+    amounts = [([0, 0, 0, 0], [0, 0, 0, 0]) for _ in sends]
+    resident, largest = [0] * len(sends), 0
     for chunk in plan.chunks:
         infos = [problem.layout.parameter(fqn) for fqn in chunk.parameters if fqn in last]
         if not infos:
@@ -842,7 +847,7 @@ def _sends(step: _Step) -> _Sends:
         amount = amounts[index][0 if amounts[index][1][0] else 1]
         for place, more in enumerate((1, network.calls(len(infos)), sum(info.numel for info in infos), nbytes)):
             amount[place] += more
-    for index, (sent, (early, late)) in enumerate(zip(found, amounts, strict=True)):
+    for index, (sent, (early, late)) in enumerate(zip(sends, amounts, strict=True)):
         sent.sends = len(step.positions[index].gradients) > 0
         sent.early, sent.late = network.sum_of_chunks(*early), network.sum_of_chunks(*late)
         sent.down_early, sent.down_late = (
@@ -853,12 +858,12 @@ def _sends(step: _Step) -> _Sends:
         if problem.training.accumulate > 1:
             sent.older = (early[3] + late[3]) / hardware.upload_beside
     if problem.training.works_in_backward:
-        for one in step.steps:
-            found[one.position].work += one.norm if problem.training.clips else one.seconds
-    total = sum(sent.early + sent.late + sent.resident for sent in found)
-    down = sum(sent.down_early + sent.down_late for sent in found)
-    older = sum(sent.older for sent in found)
-    return _Sends(found, largest / hardware.download_beside, total, down, older)
+        for chunk_step in step.steps:
+            sends[chunk_step.position].work += chunk_step.norm if problem.training.clips else chunk_step.seconds
+    total = sum(sent.early + sent.late + sent.resident for sent in sends)
+    down = sum(sent.down_early + sent.down_late for sent in sends)
+    older = sum(sent.older for sent in sends)
+    return _Sends(sends, largest / hardware.download_beside, total, down, older)
 
 
 class _Sending:
@@ -962,7 +967,11 @@ def _averaged(step: _Step) -> _Ended:
         sending.complete(index, time)
         ends[index], before = time, entered
     sending.finish(time)
-    stepped = {one.chunk: sending.stepped[one.position] for one in step.steps if one.position in sending.stepped}
+    stepped = {
+        chunk_step.chunk: sending.stepped[chunk_step.position]
+        for chunk_step in step.steps
+        if chunk_step.position in sending.stepped
+    }
     return _Ended(max(time, sending.free), max(sending.down, sending.host), sending.down, stepped)
 
 

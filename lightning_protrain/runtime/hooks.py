@@ -130,7 +130,7 @@ class Interceptions:
 
     Args:
         model: Model that the plan is applied to.
-        each: Replacements of forwards; of the same module, the inner one first.
+        replacements: Replacements of forwards; of the same module, the inner one first.
         caching: Configurations of the model whose `use_cache` is off while the plan is applied.
     """
 
