@@ -72,8 +72,8 @@ def checkpoint_path(path: Path, sharded: bool = False) -> Path:
         if (path / name).is_file():
             raise ValueError(f"{path} {remedy}.")
     patterns = ("*.ckpt", f"*/{MANIFEST}", "*/*.ckpt", f"*/*/{MANIFEST}")
-    inside = [each for pattern in patterns for each in path.glob(pattern) if each.is_file()]
-    newest = max((each for each in inside if not each.parent.is_symlink()), key=os.path.getmtime, default=None)
+    inside = [file for pattern in patterns for file in path.glob(pattern) if file.is_file()]
+    newest = max((file for file in inside if not file.parent.is_symlink()), key=os.path.getmtime, default=None)
     if newest is not None and newest.name == MANIFEST:
         newest = newest.parent
     hint = " Give the folder of a run, or one of its checkpoints."
@@ -83,10 +83,10 @@ def checkpoint_path(path: Path, sharded: bool = False) -> Path:
 
 def _similar(path: Path) -> str:
     """Return the end of a sentence that suggests a path like `path`, which does not exist."""
-    missing = next((each for each in reversed(path.parents) if not each.exists()), path)
+    missing = next((parent for parent in reversed(path.parents) if not parent.exists()), path)
     beside = os.listdir(missing.parent) if missing.parent.is_dir() else []
-    found = [missing.with_name(name) / path.relative_to(missing) for name in get_close_matches(missing.name, beside)]
-    return next((f"; did you mean {each}?" for each in found if each.exists()), ".")
+    similar = [missing.with_name(name) / path.relative_to(missing) for name in get_close_matches(missing.name, beside)]
+    return next((f"; did you mean {parent}?" for parent in similar if parent.exists()), ".")
 
 
 def verify_rank(folder: Path, rank: int) -> list[Fault]:

@@ -53,8 +53,8 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, l
         current: Values of the present run, in the same form.
     """
     known = (term for term in TERMS if saved.get(term) is not None and current.get(term) is not None)
-    found = {term: list(_differences(term, "", saved[term], current[term])) for term in known}
-    return {term: lines for term, lines in found.items() if lines}
+    differences = {term: list(_differences(term, "", saved[term], current[term])) for term in known}
+    return {term: lines for term, lines in differences.items() if lines}
 
 
 def describe(differences: Mapping[str, Sequence[str]]) -> str:

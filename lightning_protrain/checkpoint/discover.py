@@ -69,7 +69,7 @@ def find_checkpoints(root: Path, run: str | None = None) -> Listing:
         root: Folder of the checkpoints; the result is empty if it does not exist.
         run: Name of the run; None means all runs.
     """
-    found: dict[str, FoundCheckpoint] = {}
+    by_identity: dict[str, FoundCheckpoint] = {}
     broken = []
     for path in _folders(root, run):
         try:
@@ -78,8 +78,8 @@ def find_checkpoints(root: Path, run: str | None = None) -> Listing:
             broken.append((path, str(error).removeprefix(f"{path}: ")))
             continue
         if run is None or manifest.run == run:
-            found.setdefault(manifest.identity, FoundCheckpoint(path, manifest))
-    ordered = sorted(found.values(), key=lambda each: _order(each.manifest), reverse=True)
+            by_identity.setdefault(manifest.identity, FoundCheckpoint(path, manifest))
+    ordered = sorted(by_identity.values(), key=lambda checkpoint: _order(checkpoint.manifest), reverse=True)
     return Listing(tuple(ordered), tuple(broken))
 
 
@@ -97,16 +97,16 @@ def newest_good(
         ValueError: If `run` is None and the folder has several runs, or if all checkpoints are damaged.
     """
     listing = find_checkpoints(root, run)
-    runs = sorted({each.manifest.run for each in listing.found})
+    runs = sorted({checkpoint.manifest.run for checkpoint in listing.found})
     if len(runs) > 1:
         raise ValueError(f"{root} has checkpoints of the runs {', '.join(runs)}. Name one run, or give a path.")
-    check = check or (lambda each: verify_files(each.path, each.manifest))
+    check = check or (lambda checkpoint: verify_files(checkpoint.path, checkpoint.manifest))
     skipped = list(listing.broken)
-    for each in listing.found:
-        faults = check(each)
+    for checkpoint in listing.found:
+        faults = check(checkpoint)
         if not faults:
-            return Newest(each, tuple(skipped))
-        skipped.append((each.path, "; ".join(map(str, faults))))
+            return Newest(checkpoint, tuple(skipped))
+        skipped.append((checkpoint.path, "; ".join(map(str, faults))))
     if skipped:
         raise ValueError(
             f"All checkpoints{'' if run is None else f' of run {run!r}'} in {root} are damaged:\n"
@@ -228,10 +228,10 @@ class Ranking:
     def _bests(self, line: Sequence[FoundCheckpoint]) -> list[FoundCheckpoint]:
         """Return the checkpoints whose score was the best so far when they were saved, oldest first."""
         chosen: list[FoundCheckpoint] = []
-        for each in reversed(line):
+        for checkpoint in reversed(line):
             best = self.score_of(chosen[-1].manifest) if chosen else None
-            if self.is_better(self.score_of(each.manifest), best):
-                chosen.append(each)
+            if self.is_better(self.score_of(checkpoint.manifest), best):
+                chosen.append(checkpoint)
         return chosen
 
     def surplus(
@@ -253,16 +253,20 @@ class Ranking:
         best = bests[-1] if bests else None
         stay = {line[0].manifest.identity, *protected, *([] if best is None else [best.manifest.identity])}
         sign = 1 if self.mode == "min" else -1
-        scores = [(each, self.score_of(each.manifest)) for each in line]
+        scores = [(checkpoint, self.score_of(checkpoint.manifest)) for checkpoint in line]
         if self.monitor is None:
             ranked = list(line)
         else:
-            scored = [(sign * score, each.manifest.sequence, each) for each, score in scores if score is not None]
-            ranked = [each for _, _, each in sorted(scored, key=lambda entry: entry[:2])]
-        stay |= {each.manifest.identity for each in ranked[:keep]}
-        while self.best([each for each in line if each.manifest.identity in stay]) is not best:
+            scored = [
+                (sign * score, checkpoint.manifest.sequence, checkpoint)
+                for checkpoint, score in scores
+                if score is not None
+            ]
+            ranked = [checkpoint for _, _, checkpoint in sorted(scored, key=lambda entry: entry[:2])]
+        stay |= {checkpoint.manifest.identity for checkpoint in ranked[:keep]}
+        while self.best([checkpoint for checkpoint in line if checkpoint.manifest.identity in stay]) is not best:
             stay.add(bests.pop().manifest.identity)
-        return [each for each in line if each.manifest.identity not in stay]
+        return [checkpoint for checkpoint in line if checkpoint.manifest.identity not in stay]
 
 
 def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
@@ -288,7 +292,7 @@ def checkpoint_at(path: Path, which: Literal["last", "best"]) -> Path:
             warnings.warn(newest.message(), stacklevel=2)
         return newest.chosen.path
     line = find_checkpoints(path).found
-    record = next((each.manifest.record for each in line if "score" in each.manifest.record), None)
+    record = next((checkpoint.manifest.record for checkpoint in line if "score" in checkpoint.manifest.record), None)
     best = None if record is None else Ranking(record["monitor"], record["mode"]).best(line)
     if best is None:
         raise ValueError(

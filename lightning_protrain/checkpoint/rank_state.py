@@ -100,12 +100,12 @@ def state_of_rank(states: Sequence[Any], rank: int, world_size: int, device: tor
     """
     if not states or not isinstance(states[rank % len(states)], dict):
         return None
-    own: dict[str, Any] = states[rank % len(states)]
+    state: dict[str, Any] = states[rank % len(states)]
     if len(states) == world_size:
-        return own
-    others = own.get(OTHERS, {}) if rank < len(states) else {}
-    random = own[RANDOM] if rank < len(states) else derive_state(own[RANDOM], rank, device)
-    data = own.get(DATA)
+        return state
+    others = state.get(OTHERS, {}) if rank < len(states) else {}
+    random = state[RANDOM] if rank < len(states) else derive_state(state[RANDOM], rank, device)
+    data = state.get(DATA)
     return {RANDOM: random, DATA: None if data is None else {**data, "moved": True}, OTHERS: others}
 
 
@@ -116,12 +116,12 @@ def without_duplicates(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
         states: States by rank; the entry `OTHERS` maps keys to bytes.
     """
     first = states[0].get(OTHERS, {})
-    kept = []
+    states_kept = []
     for rank, state in enumerate(states):
         others = state.get(OTHERS, {})
         different = {key: value for key, value in others.items() if rank and first.get(key) != value}
-        kept.append({**state, OTHERS: different})
-    return kept
+        states_kept.append({**state, OTHERS: different})
+    return states_kept
 
 
 def rescale(loops: Mapping[str, Any], before: int, now: int) -> tuple[dict[str, Any], bool]:

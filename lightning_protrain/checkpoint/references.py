@@ -91,7 +91,7 @@ class References:
 
     def to_content(self) -> dict[str, Any]:
         """Return the references as plain values that a checkpoint can store."""
-        weights = {name: [each.dtype, list(each.shape), each.digest] for name, each in self.weights.items()}
+        weights = {name: [weight.dtype, list(weight.shape), weight.digest] for name, weight in self.weights.items()}
         return {"source": self.source, "weights": weights, "trainable": list(self.trainable)}
 
     @staticmethod
@@ -113,7 +113,7 @@ class References:
                 key: Reference(str(dtype), tuple(map(int, shape)), str(digest))
                 for key, (dtype, shape, digest) in plain["weights"].items()
             }
-            unknown = {each.dtype for each in weights.values()} - _BY_NAME.keys()
+            unknown = {weight.dtype for weight in weights.values()} - _BY_NAME.keys()
             if unknown:
                 raise ValueError(f"unknown dtype {', '.join(sorted(unknown))}")
             return References(plain["source"], weights, tuple(plain["trainable"]))
@@ -122,7 +122,7 @@ class References:
 
     def view(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state dict, with a meta tensor for each frozen weight that the checkpoint does not store."""
-        return {**state_dict, **{key: each.hollow() for key, each in self.weights.items()}}
+        return {**state_dict, **{key: weight.hollow() for key, weight in self.weights.items()}}
 
     def refuse_others(self, tensors: Mapping[str, Any], digest: Callable[[Tensor], str], name: str) -> None:
         """Raise ValueError if weights in memory differ from the referenced ones or are missing.
@@ -133,13 +133,13 @@ class References:
             name: Name of the checkpoint, for messages.
         """
         there = {key: tensors[key] for key in self.weights if isinstance(tensors.get(key), Tensor)}
-        twice = shared_names({key: each for key, each in there.items() if can_hold(each)})
+        twice = shared_names({key: weight for key, weight in there.items() if can_hold(weight)})
 
         def differs(key: str) -> bool:
-            each = self.weights[key]
-            if key in twice and each == self.weights[twice[key]]:
+            weight = self.weights[key]
+            if key in twice and weight == self.weights[twice[key]]:
                 return False  # Reported under its other name.
-            return key not in there or not each.is_of(there[key], digest)
+            return key not in there or not weight.is_of(there[key], digest)
 
         unlike = side_by_side(differs, self.weights)
         wrong = [key for key, is_unlike in zip(self.weights, unlike, strict=True) if is_unlike]
@@ -182,20 +182,20 @@ def fill(content: dict[str, Any], name: str, source: str | Path | None = None) -
             'ProTrainCheckpoint(frozen="store") saves all weights.'
         )
     try:
-        found = resolve(references.weights, where)
+        tensors = resolve(references.weights, where)
     except FileNotFoundError as error:
         raise ValueError(
             f"{name} refers to frozen weights of {where!r}, which cannot be found: {error}. Restore it, or use "
             "`lightning-protrain consolidate --source FOLDER` with the model's present folder."
         ) from error
-    lost = [key for key in references.weights if key not in found]
+    lost = [key for key in references.weights if key not in tensors]
     if lost:
         raise ValueError(
             f"{name} refers to frozen weights of {where!r}, but {_named(lost)} (of {len(references.weights)}) "
             "differ there or are missing. Use `lightning-protrain consolidate --source FOLDER` with the original model."
         )
     state_dict = take_out(content["state_dict"], ())
-    state_dict.update(found)
+    state_dict.update(tensors)
     content["state_dict"] = state_dict
     del content[FROZEN]
 
@@ -213,7 +213,7 @@ def resolve(weights: Mapping[str, Reference], source: str) -> dict[str, Tensor]:
     """
     there = _search(weights, source, lambda key, tensor: weights[key].is_of(tensor, digest_of))
     # Tied weights have only one name in the source. Weights of different shapes may have equal bytes.
-    tensors = {key: there.get((each.digest, each.dtype)) for key, each in weights.items()}
+    tensors = {key: there.get((weight.digest, weight.dtype)) for key, weight in weights.items()}
     return {key: tensor.reshape(weights[key].shape) for key, tensor in tensors.items() if tensor is not None}
 
 
@@ -226,8 +226,8 @@ def held(weights: Mapping[str, Reference], tensors: Mapping[str, Tensor], source
         source: As in `resolve`, with its errors.
     """
     there = _search(weights, source, lambda key, tensor: same_bits(tensor, tensors[key]))
-    lacking = {each.digest for each in weights.values() if (each.digest, each.dtype) not in there}
-    return {each.digest for each in weights.values()} - lacking
+    lacking = {weight.digest for weight in weights.values() if (weight.digest, weight.dtype) not in there}
+    return {weight.digest for weight in weights.values()} - lacking
 
 
 def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
@@ -239,12 +239,12 @@ def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
     """
     with ExitStack() as stack:
         places = _places(_folder(source), stack)
-        found = set()
+        keys = set()
         for key, tensor in weights.items():
             for name in _candidates(key):
                 if name in places and list(tensor.shape) == places[name].get_slice(name).get_shape():
-                    found.add(key)
-        return found
+                    keys.add(key)
+        return keys
 
 
 def _search(
@@ -258,8 +258,8 @@ def _search(
         is_it: Takes a key and a tensor of the source; returns True if the tensor is the weight of that key.
     """
     keys: dict[tuple[str, str], list[str]] = {}
-    for key, each in weights.items():
-        keys.setdefault((each.digest, each.dtype), []).append(key)
+    for key, weight in weights.items():
+        keys.setdefault((weight.digest, weight.dtype), []).append(key)
     with ExitStack() as stack:
         places = _places(_folder(source), stack)
 
@@ -270,8 +270,8 @@ def _search(
                         return tensor
             return None
 
-        found = zip(keys, side_by_side(look, keys), strict=True)
-        return {kind: tensor for kind, tensor in found if tensor is not None}
+        tensors_of = zip(keys, side_by_side(look, keys), strict=True)
+        return {kind: tensor for kind, tensor in tensors_of if tensor is not None}
 
 
 def _places(folder: Path, stack: ExitStack) -> dict[str, Any]:

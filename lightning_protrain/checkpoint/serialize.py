@@ -115,8 +115,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             shared = json.loads((file.metadata() or {}).get(SHARED, "{}"))
             for name in file.keys():  # noqa: SIM118  (it is no mapping)
                 tensors[name] = file.get_tensor(name)
-        for name, kept in shared.items():
-            tensors[name] = tensors[kept]
+        for name, holder in shared.items():
+            tensors[name] = tensors[holder]
     except (SafetensorError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a valid safetensors file: {error}") from error
     return tensors
@@ -130,9 +130,9 @@ def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         if not tensor.numel():
             continue
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_neg())
-        kept = first.setdefault(place, name)
-        if kept != name:
-            shared[name] = kept
+        holder = first.setdefault(place, name)
+        if holder != name:
+            shared[name] = holder
     return shared
 
 
@@ -231,7 +231,10 @@ class Payload:
         for name, tensors in ((WEIGHTS, self.weights), (TENSORS, self.tensors)):
             with draft.create(name) as file:
                 write_tensors(file, tensors)
-        for name, content in ((STATE, self.state), *((rank_file(rank), own) for rank, own in enumerate(self.ranks))):
+        for name, content in (
+            (STATE, self.state),
+            *((rank_file(rank), state) for rank, state in enumerate(self.ranks)),
+        ):
             with draft.create(name) as file:
                 file.write(content)
 
@@ -267,7 +270,7 @@ def split(content: Mapping[str, Any]) -> Payload:
     shared = dict(content)
     ranks: tuple[bytes, ...] = ()
     if isinstance(content.get(RANK_STATES), list):
-        ranks = tuple(_clean(own, (RANK_STATES, rank)) for rank, own in enumerate(content[RANK_STATES]))
+        ranks = tuple(_clean(state, (RANK_STATES, rank)) for rank, state in enumerate(content[RANK_STATES]))
         shared[RANK_STATES] = {_RANKS_MARK: len(ranks)}
     return Payload(weights, tensors, _clean(_rebuild(shared, take)), ranks)
 
@@ -305,7 +308,7 @@ def join(folder: Path, map_location: Any = None, keep: bool = False, rank: int |
         count = content[RANK_STATES].get(_RANKS_MARK, 0)
         wanted = range(count) if rank is None or not count else [rank % count]
         content[RANK_STATES] = [
-            _load(folder / rank_file(each), "cpu") if each in wanted else None for each in range(count)
+            _load(folder / rank_file(other), "cpu") if other in wanted else None for other in range(count)
         ]
     return content
 
@@ -322,10 +325,10 @@ def files_for(names: Collection[str], rank: int | None) -> set[str]:
         names: Names of all files.
         rank: The rank, which may not have existed at the save; None means all files.
     """
-    own = sorted(name for name in names if _RANK_FILE.fullmatch(name))
-    if rank is None or not own:
+    files_of_ranks = sorted(name for name in names if _RANK_FILE.fullmatch(name))
+    if rank is None or not files_of_ranks:
         return set(names)
-    return set(names) - set(own) | {rank_file(rank % len(own))}
+    return set(names) - set(files_of_ranks) | {rank_file(rank % len(files_of_ranks))}
 
 
 def _load(path: Path, map_location: Any) -> Any:

@@ -41,9 +41,9 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
         device: Device of the gradients.
         options: The user's DDP options.
     """
-    given = getattr(model, _IGNORED, None)
-    marked = [each for each in (*model.parameters(), *model.buffers()) if getattr(each, "_ddp_ignored", False)]
-    ignored = [*(given or ()), *_names_of_others(model, {id(parameter) for parameter in mine})]
+    ignored_before = getattr(model, _IGNORED, None)
+    marked = [tensor for tensor in (*model.parameters(), *model.buffers()) if getattr(tensor, "_ddp_ignored", False)]
+    ignored = [*(ignored_before or ()), *_names_of_others(model, {id(parameter) for parameter in mine})]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     try:
         wrapped = DistributedDataParallel(
@@ -56,14 +56,14 @@ def wrap(model: nn.Module, mine: Sequence[nn.Parameter], device: torch.device, o
         )
     finally:
         delattr(model, _IGNORED)
-        if given is not None:
-            setattr(model, _IGNORED, given)
-        for each in (*model.parameters(), *model.buffers()):
-            vars(each).pop("_ddp_ignored", None)  # DDP does not remove its own marks.
-        for each in marked:
-            vars(each)["_ddp_ignored"] = True
+        if ignored_before is not None:
+            setattr(model, _IGNORED, ignored_before)
+        for tensor in (*model.parameters(), *model.buffers()):
+            vars(tensor).pop("_ddp_ignored", None)  # DDP does not remove its own marks.
+        for tensor in marked:
+            vars(tensor)["_ddp_ignored"] = True
     taken, _ = wrapped._build_params_for_reducer()
-    assert {id(each) for each in taken} == {id(each) for each in mine}, "DDP averages wrong parameters"
+    assert {id(tensor) for tensor in taken} == {id(tensor) for tensor in mine}, "DDP averages wrong parameters"
     if options.comm_hook is not None:
         wrapped.register_comm_hook(options.comm_state, options.comm_hook)
     return wrapped
@@ -115,7 +115,7 @@ def chooses_flat(choice: GradSync, mine: Sequence[nn.Parameter], model: nn.Modul
     """
     if choice != "auto":
         return choice == "flat"
-    trained, whole = (sum(each.numel() for each in some) for some in (mine, model.parameters()))
+    trained, whole = (sum(tensor.numel() for tensor in some) for some in (mine, model.parameters()))
     return not has_fast_link and trained <= _SHARE_OF_ADAPTERS * whole
 
 

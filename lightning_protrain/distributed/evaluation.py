@@ -50,10 +50,10 @@ class EachOnce(Sampler[Any]):
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int, drop_last: bool) -> None:
         self.sampler = sampler
         total: int = len(sampler.dataset)  # type: ignore[arg-type]
-        own, most = len(range(sampler.rank, total, sampler.num_replicas)), -(-total // sampler.num_replicas)
+        rows, most = len(range(sampler.rank, total, sampler.num_replicas)), -(-total // sampler.num_replicas)
         add = 0 if drop_last else batch_size - 1
-        self.attends = (own + add) // batch_size < (most + add) // batch_size
-        self._length = most if self.attends else own
+        self.attends = (rows + add) // batch_size < (most + add) // batch_size
+        self._length = most if self.attends else rows
 
     def __len__(self) -> int:
         return self._length
@@ -116,8 +116,8 @@ class _Together:
             raise StopIteration
         self.attends = loader != mine
         if self._next is not None and not self.attends:
-            found, self._next = self._next, None
-            return found
+            batch, self._next = self._next, None
+            return batch
         if self._batch is None:
             raise ValueError(
                 f"Rank {self._ranks.rank} has no batch to evaluate, but all ranks must run every forward together. "

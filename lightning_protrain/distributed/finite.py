@@ -70,7 +70,7 @@ class FiniteLosses:
         """Start checking at the begin of a fit, except for a learning-rate search, which itself stops at divergence."""
         self.end()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self.watches = not any(isinstance(each, _LRCallback) for each in callbacks)
+        self.watches = not any(isinstance(callback, _LRCallback) for callback in callbacks)
 
     def end(self) -> None:
         """Stop checking, and drop all recorded losses."""

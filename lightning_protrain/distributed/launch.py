@@ -102,14 +102,14 @@ def connect(
     reset_seed()
     starting = naming_wait(f"all {place.world_size} ranks to start", place.rank)
     device_id = device if device.type != "cpu" else None
-    with starting, peers_found(environment, place.rank, place.world_size, device, place.devices, timeout) as found:
+    with starting, peers_found(environment, place.rank, place.world_size, device, place.devices, timeout) as access:
         _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
     if device.type == "cuda":
         # NCCL must be shut down, but Lightning does so only for the backend "nccl".
         atexit.register(_destroy_dist_connection)
     with naming_wait("the other ranks to make process groups"):
         mesh = make_rank_mesh(place.local_rank, len(place.devices), timeout, device)
-    return mesh, found if found.link != "unknown" else None
+    return mesh, access if access.link != "unknown" else None
 
 
 def choose_backend(chosen: str | None, kind: str) -> str:
@@ -146,7 +146,7 @@ def open_shared_device(
     """
     opened = open_device(device, log_once)
     # Workers use the cores of their GPU's NUMA node, so ranks with GPUs on different NUMA nodes do not share cores.
-    nodes = [numa_node(each) if each.type == "cuda" else None for each in devices or (device,)]
+    nodes = [numa_node(member) if member.type == "cuda" else None for member in devices or (device,)]
     beside = [rank for rank, node in enumerate(nodes) if node == nodes[local_rank]]
     opened.worker.share(beside.index(local_rank), len(beside))
     return opened

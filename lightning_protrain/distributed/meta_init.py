@@ -146,11 +146,11 @@ def make_room(model: nn.Module, waiting: Collection[str]) -> set[str]:
     places = [place for place in _places(model) if place.name in waiting]
     forms = RankStore.current().broadcast({place.name: _form_of(place.tensor) for place in places}, "Comparing tensors")
     with failing_together("Allocating memory for weights"):
-        given: dict[int, Tensor] = {}
+        memory: dict[int, Tensor] = {}
         for place in places:
             form = forms[place.name]
             if place.put is not None and place.tensor.is_meta:
-                place.put(given.setdefault(id(place.tensor), form.empty()))
+                place.put(memory.setdefault(id(place.tensor), form.empty()))
         made = {place.name for place in places if place.put is None and place.tensor.is_meta}
         for place in places:
             if place.name in made:
@@ -240,10 +240,10 @@ def _form_of(tensor: Tensor) -> _Form:
 
 def _give_memory(fqn: str, parameter: Any, form: _Form) -> None:
     """Allocate host memory for a meta parameter, which stays the same object with the same hooks."""
-    own = _form_of(parameter)
-    if (own.shape, own.dtype) != (form.shape, form.dtype):
+    here = _form_of(parameter)
+    if (here.shape, here.dtype) != (form.shape, form.dtype):
         raise ValueError(
-            f"{fqn!r} is {own.dtype}{list(own.shape)} on this rank and {form.dtype}{list(form.shape)} on rank 0. All "
+            f"{fqn!r} is {here.dtype}{list(here.shape)} on this rank and {form.dtype}{list(form.shape)} on rank 0. All "
             "ranks must build the same model."
         )
     new: Any = torch.Tensor._make_subclass(type(parameter), form.empty(), parameter.requires_grad)
@@ -270,11 +270,11 @@ def _follow_weights(model: nn.Module) -> None:
 
 
 def _companions_of(parameter: Tensor) -> list[Tensor]:
-    found: list[Tensor] = []
+    companions: list[Tensor] = []
 
     def look(_: int, tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        companions.append(tensor)
         return tensor
 
     place_companions(parameter, look)
-    return found
+    return companions

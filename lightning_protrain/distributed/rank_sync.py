@@ -436,7 +436,7 @@ def length_is_known(trainer: Trainer) -> bool:
     """Return True if all dataloaders of a running fit have a length; limits of the Trainer do not matter."""
     loaders = trainer.fit_loop._combined_loader
     assert loaders is not None
-    return all(sized_len(each) is not None for each in loaders.flattened)
+    return all(sized_len(loader) is not None for loader in loaders.flattened)
 
 
 def _end_epoch(loop: _FitLoop, meet: Callable[[str], object], own: Callable[[], None]) -> None:
@@ -607,9 +607,9 @@ def refuse_uneven(num_batches: float) -> None:
     """
     counts = RankStore.current().gather(num_batches, "Comparing the numbers of training batches")
     if any(count != counts[0] for count in counts):
-        each = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        listed = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
         raise ValueError(
-            f"The ranks have different numbers of training batches ({each}), so some would wait for ranks without a "
+            f"The ranks have different numbers of training batches ({listed}), so some would wait for ranks without a "
             "batch. Give all ranks the same number (`drop_last=True`, a DistributedSampler), or set "
             "Trainer(limit_train_batches=...)."
         )

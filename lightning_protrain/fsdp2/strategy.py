@@ -98,7 +98,7 @@ from lightning_protrain.strategy.precision import LostUpdates
 
 def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
     """Checkpoint a module inside all of its hooks, and return a function that undoes this."""
-    own, forward = module.__dict__.get("forward"), module.forward
+    of_instance, forward = module.__dict__.get("forward"), module.forward
 
     @functools.wraps(forward)
     def recomputing(*args: Any, **kwargs: Any) -> Any:
@@ -108,8 +108,8 @@ def let_recompute(module: nn.Module, name: str) -> Callable[[], None]:
 
     def undo() -> None:
         del module.__dict__["forward"]
-        if own is not None:
-            module.__dict__["forward"] = own
+        if of_instance is not None:
+            module.__dict__["forward"] = of_instance
 
     module.__dict__["forward"] = recomputing
     return undo
@@ -342,10 +342,10 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         self.set_world_ranks()
         meeting, num_ranks = cast(ClusterEnvironment, self.cluster_environment), self.num_nodes * self.num_processes
         ways = peers_found(meeting, self.global_rank, num_ranks, self.root_device, self.parallel_devices, self._timeout)
-        with ways as found:
+        with ways as peers:
             super()._setup_distributed()
-        if found.link != "unknown":  # In a second run the process group exists, and the answer stays.
-            self._peers = found
+        if peers.link != "unknown":  # In a second run the process group exists, and the answer stays.
+            self._peers = peers
 
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, if it is not sharded yet, and make the optimizers.

@@ -148,9 +148,9 @@ def owners_of(model: nn.Module, chosen: Collection[int]) -> dict[str, list[str]]
     owners: dict[str, list[str]] = {}
     for site, parameter in model.named_parameters(remove_duplicate=False):
         unit = next((id(modules[path]) for path in _paths(site) if id(modules[path]) in chosen), id(model))
-        found = owners.setdefault(first_names[id(parameter)], [])
-        if names[unit] not in found:
-            found.append(names[unit])
+        units_of = owners.setdefault(first_names[id(parameter)], [])
+        if names[unit] not in units_of:
+            units_of.append(names[unit])
     return owners
 
 

@@ -43,10 +43,10 @@ def discover_blocks(
     """
     chosen: Iterable[nn.Module]
     if blocks is None:
-        found: list[nn.Module] = []
-        _collect_repeated(model, set(), found)
-        inside = {id(module) for block in found for module in _descendants(block)}
-        chosen = [block for block in found if id(block) not in inside]
+        repeated: list[nn.Module] = []
+        _collect_repeated(model, set(), repeated)
+        inside = {id(module) for block in repeated for module in _descendants(block)}
+        chosen = [block for block in repeated if id(block) not in inside]
     elif blocks == "size":
         if isinstance(min_num_params, bool) or min_num_params < 1:
             raise ValueError(f"min_num_params is {min_num_params}; give a positive number of parameters.")
@@ -75,8 +75,8 @@ def describe_model(model: nn.Module, blocks: BlockChoice = None, min_num_params:
     """
     _refuse_uninitialized(model)
     names = {id(module): name for name, module in model.named_modules()}
-    found = set(discover_blocks(model, blocks, min_num_params)) or {""}
-    chosen = {key for key, name in names.items() if name in found}
+    chosen_names = set(discover_blocks(model, blocks, min_num_params)) or {""}
+    chosen = {key for key, name in names.items() if name in chosen_names}
 
     sites: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -133,16 +133,16 @@ def _descendants(module: nn.Module) -> Iterator[nn.Module]:
     return (inner for inner in module.modules() if inner is not module)
 
 
-def _collect_repeated(module: nn.Module, visited: set[int], found: list[nn.Module]) -> None:
+def _collect_repeated(module: nn.Module, visited: set[int], repeated: list[nn.Module]) -> None:
     """Append the elements of the outermost repeated lists to `found`."""
     if id(module) in visited:
         return
     visited.add(id(module))
     elements = _repeated_elements(module)
-    found.extend(elements)
+    repeated.extend(elements)
     if not elements:
         for child in _children(module):
-            _collect_repeated(child, visited, found)
+            _collect_repeated(child, visited, repeated)
 
 
 def _repeated_elements(module: nn.Module) -> list[nn.Module]:

@@ -404,10 +404,10 @@ class MetaMode(StepMode):
             self._journal[id(generator)] = generator
             self._undo.callback(generator.set_state, generator.get_state())
         result = map_tensors(lambda out: out if _may_be_known(out) else _like(out), func(*args, **kwargs))
-        given, made = (
+        read, made = (
             {StorageWeakRef(it.untyped_storage()) for it in tensors_in(values)} for values in ((args, kwargs), result)
         )
-        self._own |= made - given
+        self._own |= made - read
         if self.observer is not None:
             self.observer.operation(func, args, kwargs, result)
         return map_tensors(lambda out: ShapeTensor(out, self.device) if out.is_meta else out, result)
@@ -509,5 +509,5 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _without_device(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments for the meta device: without device, and with None for a generator."""
-    kept = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-    return {**kept, "generator": None} if "generator" in kept else kept
+    arguments = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    return {**arguments, "generator": None} if "generator" in arguments else arguments

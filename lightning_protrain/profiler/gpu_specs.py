@@ -176,7 +176,7 @@ CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
 
 def capability(name: str) -> tuple[int, int] | None:
     """Return the compute capability of the GPU with exactly this name, or None if it is unknown."""
-    return next((found for found, names in CAPABILITIES.items() if name in names), None)
+    return next((version for version, names in CAPABILITIES.items() if name in names), None)
 
 
 # Words that are ignored in a GPU's name.
@@ -194,27 +194,27 @@ def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
     Raises:
         ValueError: If the GPU is unknown, or `host_bytes` or `cores` is not a positive integer.
     """
-    found = find(name)
+    sheet = find(name)
     for what, value in (("host_bytes", host_bytes), ("cores", cores)):
         if type(value) is not int or value <= 0:
             raise ValueError(f"{what}={value!r}: give a positive integer.")
-    memory = found.memory * GB * MEMORY_EFFICIENCY
+    memory = sheet.memory * GB * MEMORY_EFFICIENCY
     host_memory = min(cores * HOST_BYTES_PER_CORE, HOST_BYTES_MOST)
-    measured = CALIBRATION["gpus"].get(found.name, {})
+    measured = CALIBRATION["gpus"].get(sheet.name, {})
     profile = HardwareProfile(
-        name=found.name,
-        upload=found.link,
-        download=found.link,
-        upload_beside=found.link * BESIDE_EFFICIENCY,
-        download_beside=found.link * BESIDE_EFFICIENCY,
-        upload_pageable=found.link * PAGEABLE_EFFICIENCY,
-        download_pageable=found.link * PAGEABLE_EFFICIENCY,
-        flops=found.flops(),
+        name=sheet.name,
+        upload=sheet.link,
+        download=sheet.link,
+        upload_beside=sheet.link * BESIDE_EFFICIENCY,
+        download_beside=sheet.link * BESIDE_EFFICIENCY,
+        upload_pageable=sheet.link * PAGEABLE_EFFICIENCY,
+        download_pageable=sheet.link * PAGEABLE_EFFICIENCY,
+        flops=sheet.flops(),
         memory=memory,
         device_step=memory / STEP_BYTES,
         host_step=host_memory / STEP_BYTES,
         host_memory=host_memory,
-        device_bytes=found.device_bytes,
+        device_bytes=sheet.device_bytes,
         host_bytes=host_bytes,
         launch=LAUNCH,
         host_beside=HOST_BESIDE_EFFICIENCY,

@@ -364,7 +364,9 @@ def cache_key(device: Device, dtypes: Iterable[torch.dtype]) -> dict[str, Any]:
         "lockable_bytes": hasattr(resource, "getrlimit") and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "locks": locks_memory(device),
         # `get_float32_matmul_precision` raises if the user sets these instead.
-        "float32_precision": [each.matmul.fp32_precision for each in (torch.backends.cuda, torch.backends.mkldnn)],
+        "float32_precision": [
+            backend.matmul.fp32_precision for backend in (torch.backends.cuda, torch.backends.mkldnn)
+        ],
         "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in dtypes),
     }
 

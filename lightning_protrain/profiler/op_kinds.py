@@ -64,6 +64,6 @@ def _drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a call applies dropout."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
-            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            return bool(given)
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(value)
     return False

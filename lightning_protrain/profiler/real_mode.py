@@ -65,13 +65,13 @@ class RealMode(StepMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        given = {tensor.untyped_storage()._cdata for tensor in tensors}
-        self._fetch(given)
+        read = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._fetch(read)
         for tensor in written_tensors(func, args, kwargs):
             self._remember(tensor)
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in read:
                 self._own.add(StorageWeakRef(tensor.untyped_storage()))
         if self.observer is not None:
             self.observer.operation(func, args, kwargs, result)

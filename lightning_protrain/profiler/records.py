@@ -347,7 +347,9 @@ class ModelProfile:
     @property
     def sliced(self) -> tuple[str, ...]:
         """Names of the modules that ran on slices of the tokens."""
-        return tuple(".".join(filter(None, (one.unit, name))) for one in self.segments for name in one.sliced)
+        return tuple(
+            ".".join(filter(None, (segment.unit, name))) for segment in self.segments for name in segment.sliced
+        )
 
     def swap_bytes(self, streamed: frozenset[str] = frozenset()) -> dict[str, int]:
         """Return the host memory for swapping one call of each unit, bytes; the maximum of several calls.

@@ -128,8 +128,8 @@ def num_positions(config: PretrainedConfig) -> int | None:
     text: Any = config.get_text_config()
     if getattr(text, "alibi", False) or hasattr(text, "relative_attention_num_buckets") or text.model_type == "rwkv":
         return None
-    found = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions"))
-    most = next((value for value in found if isinstance(value, int) and value > 0), None)
+    numbers = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_target_positions"))
+    most = next((value for value in numbers if isinstance(value, int) and value > 0), None)
     if most is None:
         return None
     if "roberta" in text.model_type or text.model_type in _BEHIND_PADDING:  # Positions follow that of the padding.

@@ -114,7 +114,7 @@ def _sizes(problem: Problem) -> list[int]:
 
 def _rates(request: PlanRequest, problems: Iterable[tuple[int, Problem]]) -> list[Rate]:
     """Return the throughput of the fastest plan for each problem, until one has no plan."""
-    found = []
+    rates = []
     for given, problem in problems:
         try:
             solved, plan = request.fastest(problem)
@@ -122,8 +122,8 @@ def _rates(request: PlanRequest, problems: Iterable[tuple[int, Problem]]) -> lis
             break
         profile = problem.profile
         amount = problem.training.accumulate * (profile.tokens or profile.samples) or 1
-        found.append(Rate(given, amount / step_time(solved, plan).seconds))
-    return found
+        rates.append(Rate(given, amount / step_time(solved, plan).seconds))
+    return rates
 
 
 def _moments(spans: Iterable[Work], course: Sequence[Phase]) -> Iterator[Moment]:

@@ -52,24 +52,26 @@ def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
     known = {name: plan.prediction for name, plan in answers.items() if isinstance(plan, Plan) and plan.prediction}
     rows = []
     for name in answers:
-        one = known.get(name)
+        prediction = known.get(name)
         cells = ["no plan", "", "", ""]
-        if one is not None:
-            rate = one.tokens_per_second
+        if prediction is not None:
+            rate = prediction.tokens_per_second
             tokens = "" if rate is None else f"{rate:,.0f}"
             cells = [
-                short_bytes(one.device_bytes),
-                short_bytes(one.host_bytes),
-                short_seconds(one.step_seconds),
+                short_bytes(prediction.device_bytes),
+                short_bytes(prediction.host_bytes),
+                short_seconds(prediction.step_seconds),
                 tokens,
             ]
         rows.append([escape(name), *cells])
     side_by_side = table(("hardware", "device", "host", "step", "tokens/s"), rows)
-    most = max((one.tokens_per_second or 0 for one in known.values()), default=0)
+    most = max((prediction.tokens_per_second or 0 for prediction in known.values()), default=0)
     bars = [
-        _bar_row(name, [("a", (one.tokens_per_second or 0) / most, name)], f"{one.tokens_per_second:,.0f}")
-        for name, one in known.items()
-        if one.tokens_per_second
+        _bar_row(
+            name, [("a", (prediction.tokens_per_second or 0) / most, name)], f"{prediction.tokens_per_second:,.0f}"
+        )
+        for name, prediction in known.items()
+        if prediction.tokens_per_second
     ]
     picture = f"<h3>Tokens per second</h3>{''.join(bars)}" if bars else ""
     return f"<h2>Comparison</h2>{side_by_side}{picture}"
@@ -152,11 +154,13 @@ def _tiles(prediction: Prediction) -> str:
 
 def _step(prediction: Prediction, charts: Charts, colours: Mapping[str, str]) -> str:
     """Return the charts of a step: work of each resource and device memory over time, then throughput curves."""
-    said = f"A step takes {short_seconds(prediction.step_seconds)}, bound by {prediction.bound}."
+    sentence = f"A step takes {short_seconds(prediction.step_seconds)}, bound by {prediction.bound}."
     if short_seconds(charts.seconds) != short_seconds(prediction.step_seconds):
-        said += f" Drawn is a GPU that need not share the host's memory with others: {short_seconds(charts.seconds)}."
+        sentence += (
+            f" Drawn is a GPU that need not share the host's memory with others: {short_seconds(charts.seconds)}."
+        )
     return (
-        f'<h3>A step in time</h3><p class="quiet">{escape(said)} When each resource works, and for how long '
+        f'<h3>A step in time</h3><p class="quiet">{escape(sentence)} When each resource works, and for how long '
         f"altogether:</p>{draw_lanes(charts.spans, charts.seconds)}"
         f'<h3>Memory of the device over a step</h3><p class="quiet">In time, as above; '
         f"{short_bytes(prediction.budget)} may be used, the dashed line.</p>"

@@ -49,8 +49,8 @@ def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None
         table.add_row(name or HERE, f"{copies} x {shards}", device, host, blocks, "yes")
     console.print(table)
     for name, answer in answers.items():
-        said = str(answer) if isinstance(answer, ValueError) else answer.describe()
-        console.print(f"{name or 'this machine'}: {said}", highlight=False)
+        text = str(answer) if isinstance(answer, ValueError) else answer.describe()
+        console.print(f"{name or 'this machine'}: {text}", highlight=False)
     if len(answers) == 1:
         for answer in answers.values():
             if not isinstance(answer, ValueError):
@@ -91,8 +91,8 @@ def report(answers: Answers, path: str | None = None, clusters: Mapping[str, Clu
     else:
         console.print(comparison(answers))
         for name, answer in answers.items():
-            said = str(answer) if isinstance(answer, ValueError) else _policies(answer)
-            console.print(f"{name}: {said}", highlight=False)
+            text = str(answer) if isinstance(answer, ValueError) else _policies(answer)
+            console.print(f"{name}: {text}", highlight=False)
     if clusters and plans:
         console.print(scaling({name: (plan.sharding, scale(plan, clusters[name])) for name, plan in plans.items()}))
     write_plans(answers, path)
@@ -161,15 +161,15 @@ def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
     table = _table("On all GPUs (estimate)")
     for column in ("hardware", "GPUs", "host", "sums", "step", "tokens/s", "efficiency"):
         table.add_column(column, justify="left" if column == "hardware" else "right", no_wrap=column != "GPUs")
-    for name, (way, one) in scaled.items():
+    for name, (way, step) in scaled.items():
         table.add_row(
             name,
-            f"{one.cluster.num_nodes} x {one.cluster.gpus_per_node}, {way}",
-            short_bytes(one.node_bytes),
-            short_seconds(one.sent_seconds),
-            short_seconds(one.step_seconds),
-            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
-            f"{100 * one.efficiency:.0f} %",
+            f"{step.cluster.num_nodes} x {step.cluster.gpus_per_node}, {way}",
+            short_bytes(step.node_bytes),
+            short_seconds(step.sent_seconds),
+            short_seconds(step.step_seconds),
+            "" if step.tokens_per_second is None else f"{step.tokens_per_second:,.0f}",
+            f"{100 * step.efficiency:.0f} %",
         )
     return table
 

@@ -61,14 +61,14 @@ def draw_lanes(spans: Sequence[Work], seconds: float) -> str:
     """
     rows = []
     for lane in LANES:
-        own = [span for span in spans if span.lane == lane]
-        if not own:
+        works = [span for span in spans if span.lane == lane]
+        if not works:
             continue
-        shapes = "".join(map(_shape, _merged(own, seconds)))
+        shapes = "".join(map(_shape, _merged(works, seconds)))
         rows.append(
             f'<div class="row"><span>{lane}</span><svg class="lane" viewBox="0 0 {WIDTH} 10" role="img" '
-            f'aria-label="{lane}: works for {short_seconds(work_of(own, lane))}" preserveAspectRatio="none">'
-            f"{shapes}</svg><span>{short_seconds(work_of(own, lane))}</span></div>"
+            f'aria-label="{lane}: works for {short_seconds(work_of(works, lane))}" preserveAspectRatio="none">'
+            f"{shapes}</svg><span>{short_seconds(work_of(works, lane))}</span></div>"
         )
     used = dict.fromkeys(span.what for span in sorted(spans, key=lambda span: LANES.index(span.lane)))
     named = [(_KIND_COLOURS[what], what) for what in used if what in _KIND_COLOURS]
@@ -80,18 +80,18 @@ def draw_lanes(spans: Sequence[Work], seconds: float) -> str:
 def _merged(spans: Sequence[Work], seconds: float) -> list[tuple[float, float, str, str]]:
     """Return (begin, width, kind, title) of each rectangle of a row; begin and width in SVG units."""
     scale = WIDTH / seconds
-    found: list[tuple[float, float, Work, Work]] = []
+    merged: list[tuple[float, float, Work, Work]] = []
     for span in spans:
         begin, end = span.begin * scale, span.end * scale
-        if found:
-            since, until, first, last = found[-1]
+        if merged:
+            since, until, first, last = merged[-1]
             near = span.what == last.what and begin - until < GAP
             if near and (span.unit == last.unit or min(end - begin, until - since) < SHORT):
-                found[-1] = (since, end, first, span)
+                merged[-1] = (since, end, first, span)
                 continue
-        found.append((begin, end, span, span))
+        merged.append((begin, end, span, span))
     drawn = []
-    for begin, end, first, last in found:
+    for begin, end, first, last in merged:
         units = dict.fromkeys(unit for unit in (first.unit, last.unit) if unit)
         named = f"{first.what}{', ' if units else ''}{' to '.join(units)}"
         title = f"{named}: {short_seconds((end - begin) / scale)} from {short_seconds(begin / scale)} on"
@@ -135,8 +135,8 @@ def _round_numbers(most: float, unit: float = 1.0) -> list[float]:
 def coloured(terms: Iterable[Mapping[str, int]]) -> dict[str, str]:
     """Return a colour for each kind of memory, largest first; all remaining kinds share the last colour."""
     most: dict[str, int] = {}
-    for each in terms:
-        for term, nbytes in each.items():
+    for phase in terms:
+        for term, nbytes in phase.items():
             most[term] = max(most.get(term, 0), nbytes)
     largest = sorted((term for term in most if most[term] > 0), key=lambda term: -most[term])
     return {term: COLOURS[min(place, len(COLOURS) - 1)] for place, term in enumerate(largest)}
@@ -144,7 +144,7 @@ def coloured(terms: Iterable[Mapping[str, int]]) -> dict[str, str]:
 
 def memory_legend(colours: Mapping[str, str], terms: Iterable[Mapping[str, int]]) -> str:
     """Return the legend for `coloured`."""
-    shown = {term for each in terms for term, nbytes in each.items() if nbytes > 0}
+    shown = {term for phase in terms for term, nbytes in phase.items() if nbytes > 0}
     present = [(colour, term.replace("_", " ")) for term, colour in colours.items() if term in shown]
     named = [entry for entry in present if entry[0] != COLOURS[-1]]
     return legend([*named, (COLOURS[-1], "others")] if len(named) < len(present) else named)
@@ -199,11 +199,11 @@ def _unit_of(nbytes: float) -> float:
 
 def _steps(levels: Sequence[float], times: Sequence[float], scale: float) -> list[tuple[float, float]]:
     """Return the corners of a step curve that changes its height at each time."""
-    found, since = [], 0.0
+    points, since = [], 0.0
     for level, until in zip(levels, times, strict=True):
-        found += [(since, level * scale), (until, level * scale)]
+        points += [(since, level * scale), (until, level * scale)]
         since = until
-    return found
+    return points
 
 
 def draw_curves(charts: Charts, budget: int) -> str:
@@ -221,12 +221,12 @@ def draw_curves(charts: Charts, budget: int) -> str:
 
 
 def _curve(title: str, rates: Sequence[Rate], text: Callable[[int], str], budget: int | None) -> str:
-    top, most = max(one.rate for one in rates) * 1.08, max(one.given for one in rates)
+    top, most = max(rate.rate for rate in rates) * 1.08, max(rate.given for rate in rates)
     # Batch sizes double from point to point, so the points are equally far apart.
-    places = [one.given / most * WIDTH for one in rates]
+    places = [rate.given / most * WIDTH for rate in rates]
     if budget is None:
         places = [place * WIDTH / (len(rates) - 1) for place in range(len(rates))]
-    points = [(x, 100 - 100 * one.rate / top) for x, one in zip(places, rates, strict=True)]
+    points = [(x, 100 - 100 * rate.rate / top) for x, rate in zip(places, rates, strict=True)]
     lines = (100 - 100 * tick / top for tick in _round_numbers(top))
     shapes = "".join(f'<path d="M0 {y:.1f}H{WIDTH}" stroke="var(--line)" {_THIN}/>' for y in lines)
     if budget is not None:
@@ -238,16 +238,16 @@ def _curve(title: str, rates: Sequence[Rate], text: Callable[[int], str], budget
     shapes += (
         f'<path d="M{"L".join(f"{x:.1f} {y:.2f}" for x, y in points)}" stroke="var(--a)" stroke-width="2" {_THIN}/>'
     )
-    for (x, y), one in zip(points, rates, strict=True):
+    for (x, y), rate in zip(points, rates, strict=True):
         shapes += (
             f'<path d="M{x:.1f} {y:.2f}h0" stroke="var(--a)" stroke-width="9" stroke-linecap="round" {_THIN}>'
-            f"<title>{text(one.given)}: {one.rate:,.0f} per second</title></path>"
+            f"<title>{text(rate.given)}: {rate.rate:,.0f} per second</title></path>"
         )
-    axis = _places((x / WIDTH, text(one.given)) for x, one in zip(places, rates, strict=True))
+    axis = _places((x / WIDTH, text(rate.given)) for x, rate in zip(places, rates, strict=True))
     if budget is not None:
         axis = _axis(most, _unit_of(most), lambda nbytes: short_bytes(int(nbytes)))
     marks = _heights(top, 1.0, "{:,.0f}".format if top > 10 else "{:.2g}".format)
-    table = "".join(f"<tr><td>{text(one.given)}</td><td>{one.rate:,.0f}</td></tr>" for one in rates)
+    table = "".join(f"<tr><td>{text(rate.given)}</td><td>{rate.rate:,.0f}</td></tr>" for rate in rates)
     line = f" The dashed line is the budget, {short_bytes(budget)}." if budget is not None else ""
     return (
         f'<section><h3>{escape(title)}</h3><div class="plot">{marks}'

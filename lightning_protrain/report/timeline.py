@@ -155,14 +155,14 @@ def _without(begin: float, end: float, holes: Sequence[Span]) -> Iterator[tuple[
 
 def _apart(works: Sequence[Work]) -> list[Work]:
     """Remove overlaps within each lane: the time of an overlap counts for the work that begins first."""
-    found: list[Work] = []
+    apart: list[Work] = []
     for work in works:
-        before = found[-1] if found and found[-1].lane == work.lane else None
+        before = apart[-1] if apart and apart[-1].lane == work.lane else None
         if before is not None and work.begin < before.end:
             work = work._replace(begin=before.end)
         if work.end > work.begin:
-            found.append(work)
-    return found
+            apart.append(work)
+    return apart
 
 
 def page(predicted: Sequence[Work], measured: Sequence[Work]) -> str:
@@ -194,18 +194,18 @@ def trace(predicted: Sequence[Work], measured: Sequence[Work], traced: Sequence[
         traced: Work that a profiler has seen.
     """
     events: list[dict[str, Any]] = []
-    each = (("predicted", predicted), ("measured", measured), ("profiler", traced))
-    for process, (name, works) in enumerate(each, 1):
+    processes = (("predicted", predicted), ("measured", measured), ("profiler", traced))
+    for process, (name, works) in enumerate(processes, 1):
         if not works:
             continue
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
         for thread, lane in enumerate(LANES, 1):
-            own = {"pid": process, "tid": thread}
-            events.append({"ph": "M", **own, "name": "thread_name", "args": {"name": lane}})
+            ids = {"pid": process, "tid": thread}
+            events.append({"ph": "M", **ids, "name": "thread_name", "args": {"name": lane}})
             events += [
                 {
                     "ph": "X",
-                    **own,
+                    **ids,
                     "name": work.what,
                     "cat": lane,
                     "ts": work.begin / MICROSECOND,

@@ -141,7 +141,7 @@ def _trained(
         foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
         host_step_refusal=run.precision.host_step_refusal(optimizers),
-        optimizers=tuple(f"{type(each).__module__}.{type(each).__qualname__}" for each in optimizers),
+        optimizers=tuple(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in optimizers),
         clipping_keeps=overlap.clipping_keeps,
     )
 
@@ -228,10 +228,10 @@ def refuse_unsupported(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         _refuse_placed(name, module)
-        found = _method_of(module) or next(_formats_of(module), None)
-        if found is not None:
+        method = _method_of(module) or next(_formats_of(module), None)
+        if method is not None:
             raise ValueError(
-                f'{name or type(module).__name__!r} holds {found} weights, which strategy="protrain" does not '
+                f'{name or type(module).__name__!r} holds {method} weights, which strategy="protrain" does not '
                 "support: it cannot stream them. Load the weights that they were made of, or "
                 "quantise these with bitsandbytes (4 or 8 bits)."
             )
@@ -239,10 +239,10 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 def _method_of(module: nn.Module) -> str | None:
     """Return the quantisation method of a transformers model if the strategy cannot stream it; else None."""
-    said: Any = getattr(getattr(module, "config", None), "quantization_config", None)
-    if said is None:
+    config: Any = getattr(getattr(module, "config", None), "quantization_config", None)
+    if config is None:
         return None
-    settings = said if isinstance(said, dict) else vars(said)
+    settings = config if isinstance(config, dict) else vars(config)
     method = settings.get("quant_method")
     method = str(getattr(method, "value", method)).lower()
     # Some models are loaded as plain weights on request.
@@ -251,12 +251,12 @@ def _method_of(module: nn.Module) -> str | None:
 
 def _formats_of(module: nn.Module) -> Iterator[str]:
     """Yield the quantised formats of a layer's own tensors if the strategy cannot stream them."""
-    own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
-    for value in own.values():
+    tensors: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+    for value in tensors.values():
         if value is not None and value.dtype in _FP8:
             yield f"FP8 ({str(value.dtype).removeprefix('torch.')})"
-    codes = own.get("qweight")
-    if codes is not None and not codes.is_floating_point() and "qzeros" in own:
+    codes = tensors.get("qweight")
+    if codes is not None and not codes.is_floating_point() and "qzeros" in tensors:
         yield "AWQ" if "WQLinear" in type(module).__name__ or "Awq" in type(module).__name__ else "GPTQ"
 
 

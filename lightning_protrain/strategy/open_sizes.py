@@ -96,10 +96,10 @@ class SizeSearch:
             name = next(iter(sizes))
             least, most = self._sizes(name)
             with failing_together(f"The choice of {name}"):
-                found = 0 if trainer.global_rank else self._choose(name)
-            found = trainer.strategy.broadcast(found)
-            size = found or least
-            if not found:
+                chosen = 0 if trainer.global_rank else self._choose(name)
+            chosen = trainer.strategy.broadcast(chosen)
+            size = chosen or least
+            if not chosen:
                 why = "not even the least is planned to fit"
             elif name == "batch_size":
                 why = "all rows of a rank" if size == most else "the one with most tokens per second"

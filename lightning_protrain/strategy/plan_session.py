@@ -252,8 +252,8 @@ class PlanSession:
 
     def _machine(self, device: Device) -> dict[str, object]:
         """Return the properties of device and host that determine rates, as JSON values."""
-        given = None if self._hardware is None else dict(sorted(asdict(self._hardware).items()))
-        return {**cache_key(device, ()), "given": given}
+        hardware = None if self._hardware is None else dict(sorted(asdict(self._hardware).items()))
+        return {**cache_key(device, ()), "given": hardware}
 
     def _shared_request(
         self,

@@ -486,7 +486,7 @@ def _absent(trainer: Trainer, layout: ModelLayout, profile: ModelProfile) -> tup
     ran = {call.name for call in profile.calls}
     modules = dict(trainer.lightning_module.named_modules())
     models: list[Any] = [module for module in modules.values() if hasattr(module, "get_decoder")]
-    texts = {id(each.get_decoder()) for each in models[:1] if set(each.config.sub_configs) - {"text_config"}}
+    texts = {id(model.get_decoder()) for model in models[:1] if set(model.config.sub_configs) - {"text_config"}}
     prefixes = tuple(f"{name}." for name, module in modules.items() if id(module) in texts)
     idle = [unit.name for unit in layout.units if unit.parameters and unit.name not in ran]
     return tuple(name for name in idle if prefixes and not f"{name}.".startswith(prefixes))
@@ -496,13 +496,13 @@ def once_for_each_kind(
     profile: Callable[[HardwareProfile | None], _T],
 ) -> Callable[[HardwareProfile | None], _T]:
     """Return `profile` with a cache for each compute capability: GPUs of one capability run the same kernels."""
-    found: dict[object, _T] = {}
+    profiles: dict[object, _T] = {}
 
     def on(hardware: HardwareProfile | None) -> _T:
         kind = None if hardware is None else capability(hardware.name)
-        if kind not in found:
-            found[kind] = profile(hardware)
-        return found[kind]
+        if kind not in profiles:
+            profiles[kind] = profile(hardware)
+        return profiles[kind]
 
     return on
 
@@ -529,8 +529,8 @@ def _with_swaps_of(profile: ModelProfile, other: ModelProfile) -> ModelProfile:
 
 def _what_is_missing(needed_for: str, reason: str) -> str:
     """Return the message if a budget, a knob or a dry run needs a profile that does not exist."""
-    knob, given, _ = needed_for.partition("=")
-    instead = f"Leave {knob} out (num_checkpoint_blocks needs no profile)." if given else _OTHER_BATCH
+    knob, value, _ = needed_for.partition("=")
+    instead = f"Leave {knob} out (num_checkpoint_blocks needs no profile)." if value else _OTHER_BATCH
     if knob == _BUDGET:
         instead = _OTHER_PLAN
     return f"{needed_for} needs a profile of a training step, and there is none: {reason} {instead}"

@@ -306,14 +306,14 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, plan: Plan, device: Dev
         shapes: Shapes of the micro-batch's tensors.
     """
     held, prediction = peak_of(device), plan.prediction
-    found = f"The device held {format_bytes(held)} at most" if held else "The device ran out of memory"
+    peak = f"The device held {format_bytes(held)} at most" if held else "The device ran out of memory"
     if prediction is None:
-        return f'{found}, and the plan does not count activations. Give plan="auto", or smaller batches.'
+        return f'{peak}, and the plan does not count activations. Give plan="auto", or smaller batches.'
     known = ((prediction.samples, "sample"), (prediction.tokens, "token"))
     made = " and ".join(plural(number, name) for number, name in known if number) or "unknown size"
     these = " and ".join(str(list(shape)) for shape in list(dict.fromkeys(shapes))[:MOST_SHAPES])
     return (
-        f"{found}, {format_bytes(prediction.device_bytes)} were predicted for a micro-batch of {made}; this one has "
+        f"{peak}, {format_bytes(prediction.device_bytes)} were predicted for a micro-batch of {made}; this one has "
         f"tensors of {these}. Set device_memory to {format_bytes(_lowered(prediction.budget, held, error))}, or give "
         "the data module a method `largest_batch` to plan with, or smaller batches."
     )

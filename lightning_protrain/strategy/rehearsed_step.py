@@ -101,14 +101,16 @@ class Rehearsed:
     @classmethod
     def of_ranks(cls, each: Sequence[Rehearsed]) -> Rehearsed:
         """Combine the ranks: the slowest of each resource, because a step ends when all ranks have ended."""
-        resources = {name: max(getattr(one.busy, name) for one in each) for name in ("compute", "upload", "download")}
-        peaks = [one.peak_bytes for one in each if one.peak_bytes is not None]
+        resources = {
+            name: max(getattr(rehearsed.busy, name) for rehearsed in each) for name in ("compute", "upload", "download")
+        }
+        peaks = [rehearsed.peak_bytes for rehearsed in each if rehearsed.peak_bytes is not None]
         host, device = (
-            min((rate for one in each if (rate := getattr(one, name)) is not None), default=None)
+            min((rate for rehearsed in each if (rate := getattr(rehearsed, name)) is not None), default=None)
             for name in ("host_step", "device_step")
         )
-        seconds = max(one.seconds for one in each)
-        steps = all(one.steps for one in each)
+        seconds = max(rehearsed.seconds for rehearsed in each)
+        steps = all(rehearsed.steps for rehearsed in each)
         return cls(seconds, Busy(**resources), max(peaks, default=None), host, device, steps)
 
     def correct(self, problem: Problem, plan: Plan, hardware: HardwareProfile) -> HardwareProfile:

@@ -264,8 +264,8 @@ class ProTrainCheckpoint(StepEndCheckpoint):
             step_metrics = trainer.fit_loop._results.metrics(on_step=True)["callback"]
             fresh = not validates(trainer) and (self.monitor is None or self.monitor in step_metrics)
             score = self._scores.read(trainer, step_metrics) if fresh else None
-            found = (score, score is not None or self.monitor is None) if fresh else self._scores.now(trainer)
-            self._save_now(trainer, *found)
+            score_and_due = (score, score is not None or self.monitor is None) if fresh else self._scores.now(trainer)
+            self._save_now(trainer, *score_and_due)
             self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -59,7 +59,7 @@ class FrozenWeights:
     def stored_bytes(self, module: nn.Module) -> int:
         """Return the minimum size of a checkpoint's weights, bytes."""
         refers = self._refers(module)
-        return sum(each.nbytes for each in module.parameters() if each.requires_grad or not refers)
+        return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad or not refers)
 
     def expected(self, module: nn.Module) -> set[str]:
         """Return the keys that will probably be references; weights are not compared and need not be loaded."""
@@ -72,10 +72,10 @@ class FrozenWeights:
         source = source_of(module)
         assert source is not None
         try:
-            found = listed(frozen, source)
+            keys = listed(frozen, source)
         except (FileNotFoundError, ValueError):
             return set()
-        same = {id(frozen[key]) for key in found}  # The source may have tied weights under only one name.
+        same = {id(frozen[key]) for key in keys}  # The source may have tied weights under only one name.
         return {key for key, value in frozen.items() if id(value) in same}
 
     def prepare(self, trainer: Trainer) -> None:
@@ -109,7 +109,7 @@ class FrozenWeights:
         checkpoint["state_dict"] = take_out(state_dict, weights.keys())
         checkpoint[FROZEN] = references.to_content()
         twice = shared_names({key: state_dict[key] for key in weights})
-        nbytes = sum(each.nbytes for key, each in weights.items() if key not in twice)
+        nbytes = sum(weight.nbytes for key, weight in weights.items() if key not in twice)
         record[RECORD] = {"source": references.source, "weights": len(weights), "nbytes": nbytes}
 
     def accept(self, module: LightningModule, references: References, name: str, same_roles: bool) -> None:
@@ -145,8 +145,8 @@ class FrozenWeights:
         made = side_by_side(lambda key: self._digest(key, tensors[key], owners[key]), once)
         digests = dict(zip(once, made, strict=True))
         weights = {
-            key: Reference(str(each.dtype), tuple(each.shape), digests[twice.get(key, key)])
-            for key, each in tensors.items()
+            key: Reference(str(tensor.dtype), tuple(tensor.shape), digests[twice.get(key, key)])
+            for key, tensor in tensors.items()
         }
         return self._in_source(weights, tensors, source_of(module)) if self.mode == "auto" else weights
 
@@ -173,14 +173,14 @@ class FrozenWeights:
     ) -> dict[str, Reference]:
         """Return the references whose weights are bitwise in the source."""
         assert source is not None
-        digests = {each.digest for each in weights.values()}
+        digests = {weight.digest for weight in weights.values()}
         if digests != self._looked_up:
             try:
                 self._in_source_now = held(weights, tensors, source)
             except (FileNotFoundError, ValueError):  # The source may be a name that only its loader understands.
                 self._in_source_now = set()
             self._looked_up = digests
-        return {key: each for key, each in weights.items() if each.digest in self._in_source_now}
+        return {key: weight for key, weight in weights.items() if weight.digest in self._in_source_now}
 
 
 def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -190,17 +190,21 @@ def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, T
         module: Module of the state dict.
         state_dict: State dict; it may have companions, see [Note: Companions] in quant_state.py.
     """
-    frozen = {name: each for name, each in module.named_parameters(remove_duplicate=False) if not each.requires_grad}
-    others = {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+    frozen = {
+        name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
+    others = {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     others.update(name for name, _ in module.named_buffers(remove_duplicate=False))
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for key, value in state_dict.items():
         if not isinstance(value, Tensor) or key in others:
             continue
         owner = next((frozen[name] for name in _owners(key) if name in frozen), None)
         if owner is not None:
-            found[key] = owner
-    return found
+            weights[key] = owner
+    return weights
 
 
 def source_of(module: nn.Module) -> str | None:
@@ -223,8 +227,10 @@ def drop_missing(keys: Collection[str]) -> Any:
 
 def accept_quantised(module: nn.Module) -> list[RemovableHandle]:
     """Let `load_state_dict` accept the additional entries of quantised layers until the handles are removed."""
-    weights = ((each, vars(each)["_parameters"].get("weight")) for each in module.modules())
-    return [accept_companions(each) for each, weight in weights if weight is not None and "quant_state" in vars(weight)]
+    weights = ((layer, vars(layer)["_parameters"].get("weight")) for layer in module.modules())
+    return [
+        accept_companions(layer) for layer, weight in weights if weight is not None and "quant_state" in vars(weight)
+    ]
 
 
 def _owners(key: str) -> Iterator[str]:
@@ -237,7 +243,7 @@ def _owners(key: str) -> Iterator[str]:
 
 
 def _trainable(module: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad)
+    return tuple(name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad)
 
 
 def _refuse_other_roles(module: nn.Module, references: References, name: str) -> None:
@@ -256,7 +262,7 @@ def _refuse_other_roles(module: nn.Module, references: References, name: str) ->
 
 
 def _is_split(module: nn.Module) -> bool:
-    return any(isinstance(each, DTensor) for each in module.parameters())
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _refuse_split(module: nn.Module, what: str) -> None:

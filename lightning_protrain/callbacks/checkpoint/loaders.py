@@ -248,13 +248,13 @@ class ResumableLoader(CombinedLoader):
         self._set_generators(states["generators"])
 
     def _generators(self) -> list[torch.Generator]:
-        found: dict[int, torch.Generator] = {}
+        generators: dict[int, torch.Generator] = {}
         for loader in self.flattened:
             for holder in [*_samplers(loader), *_inner_samplers(loader)]:
                 generator = getattr(holder, "generator", None)
                 if isinstance(generator, torch.Generator):
-                    found[id(generator)] = generator
-        return list(found.values())
+                    generators[id(generator)] = generator
+        return list(generators.values())
 
     def _generator_states(self) -> list[Any]:
         return [generator.get_state() for generator in self._generators()]
@@ -275,8 +275,8 @@ def _inner_samplers(loader: Any) -> list[Any]:
 
     The state of a loader does not include the state of such a sampler.
     """
-    found = [getattr(getattr(each, "dataset", None), "_sampler", None) for each in _samplers(loader)]
-    return [each for each in found if each is not None]
+    inner = [getattr(getattr(sampler, "dataset", None), "_sampler", None) for sampler in _samplers(loader)]
+    return [sampler for sampler in inner if sampler is not None]
 
 
 class ResumableSource(_DataLoaderSource):

@@ -149,7 +149,7 @@ class Preemption:
         self._previous = {}
 
     def _signals(self, trainer: Trainer) -> set[int]:
-        handled: set[int] = {each for each in _OF_TERMINALS if signal.getsignal(each) != signal.SIG_IGN}
+        handled: set[int] = {number for number in _OF_TERMINALS if signal.getsignal(number) != signal.SIG_IGN}
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.requeue_signal is not None:
             self._requeue_signal, self._requeues = environment.requeue_signal, environment.auto_requeue

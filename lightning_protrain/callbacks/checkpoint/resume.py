@@ -69,11 +69,11 @@ def remove_all(surplus: Sequence[FoundCheckpoint], remove: Callable[[Path], None
             )
 
 
-def usable(each: FoundCheckpoint) -> list[Fault]:
+def usable(checkpoint: FoundCheckpoint) -> list[Fault]:
     """Return the reasons why a run cannot resume from a checkpoint; empty if it can."""
-    if each.manifest.record.get(ACCUMULATING):
+    if checkpoint.manifest.record.get(ACCUMULATING):
         return [Fault(MANIFEST, "it was saved between two steps, while gradients were being accumulated")]
-    return verify_files(each.path, each.manifest)
+    return verify_files(checkpoint.path, checkpoint.manifest)
 
 
 _CALLBACKS = "callbacks"
@@ -112,10 +112,10 @@ def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> 
         name: Name of the checkpoint, for messages.
     """
     states, now = content.get(RANK_STATES) or [], trainer.world_size
-    own = state_of_rank(states, trainer.global_rank, now, trainer.strategy.root_device)
-    if own is None:
+    of_rank = state_of_rank(states, trainer.global_rank, now, trainer.strategy.root_device)
+    if of_rank is None:
         return None
-    for key, state in own.get(OTHERS, {}).items():
+    for key, state in of_rank.get(OTHERS, {}).items():
         loaded = torch.load(io.BytesIO(state), weights_only=True)
         if key.startswith(f"{_CALLBACKS}/"):
             content[_CALLBACKS] = {**content[_CALLBACKS], key.removeprefix(f"{_CALLBACKS}/"): loaded}
@@ -130,7 +130,7 @@ def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> 
             f"An optimizer step now has {now}/{len(states)} of the samples. New ranks draw their own random numbers."
             + ("" if exact else " The position in the epoch is between two batches: some samples are trained twice.")
         )
-    return own
+    return of_rank
 
 
 def _data_key(trainer: Trainer) -> str | None:
@@ -157,7 +157,7 @@ def newest_listed(root: Path, run: str) -> Path | None:
 
 def newest_usable(line: Sequence[FoundCheckpoint]) -> Path | None:
     """Return the newest checkpoint that was not saved within a step; None if there is none."""
-    return next((each.path for each in line if not each.manifest.record.get(ACCUMULATING)), None)
+    return next((checkpoint.path for checkpoint in line if not checkpoint.manifest.record.get(ACCUMULATING)), None)
 
 
 def choose(exchange: RankStore, rank: int, listed: str | None, run: str, path: Path) -> tuple[Path, bool]:
@@ -193,23 +193,23 @@ def newest_of_all(exchange: RankStore, rank: int, root: Path, run: str) -> Newes
     with exchange.together(doing):
         if rank == 0:
             try:
-                newest = newest_good(root, run, lambda each: _verify(exchange, each, doing))
+                newest = newest_good(root, run, lambda checkpoint: _verify(exchange, checkpoint, doing))
             finally:
                 exchange.broadcast(None, doing)
         else:
             while (path := exchange.broadcast(None, doing)) is not None:
                 exchange.gather([f"{fault} (on rank {rank})" for fault in verify_rank(path, rank)], doing)
-    found: Newest | None = exchange.broadcast(newest, doing)
-    assert found is not None
-    return found
+    of_all: Newest | None = exchange.broadcast(newest, doing)
+    assert of_all is not None
+    return of_all
 
 
-def _verify(exchange: RankStore, each: FoundCheckpoint, doing: str) -> list[Fault]:
-    if each.manifest.record.get(ACCUMULATING):
-        return usable(each)
-    exchange.broadcast(each.path, doing)
-    own = [f"{fault} (on rank 0)" for fault in verify_rank(each.path, 0)]
-    every = [fault for faults in exchange.gather(own, doing) for fault in faults]
+def _verify(exchange: RankStore, checkpoint: FoundCheckpoint, doing: str) -> list[Fault]:
+    if checkpoint.manifest.record.get(ACCUMULATING):
+        return usable(checkpoint)
+    exchange.broadcast(checkpoint.path, doing)
+    faults_of_rank_0 = [f"{fault} (on rank 0)" for fault in verify_rank(checkpoint.path, 0)]
+    every = [fault for faults in exchange.gather(faults_of_rank_0, doing) for fault in faults]
     return [Fault(*fault.split(": ", 1)) for fault in every]
 
 
@@ -294,14 +294,14 @@ class ResumedFit:
         # Keep the dict for `check`: Lightning restores optimizers and loops from it later.
         self._content, self._name = content, name
         content[CONTRACT] = {**(content.get(CONTRACT) or {}), "dtype": dtype_signature(saved, now)}
-        own = restore_own_states(trainer, content, name)
-        if own is not None:
+        of_rank = restore_own_states(trainer, content, name)
+        if of_rank is not None:
             assert self._source is not None
-            self._randomness = own[RANDOM]
-            if own[DATA] is not None:
+            self._randomness = of_rank[RANDOM]
+            if of_rank[DATA] is not None:
                 progress = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
                 ready, ends = progress["current"]["ready"], progress["is_last_batch"]
-                self._source.saved = {**own[DATA], "now": own[RANDOM], "ready": ready, "ends": ends}
+                self._source.saved = {**of_rank[DATA], "now": of_rank[RANDOM], "ready": ready, "ends": ends}
 
     def _refer(self, module: LightningModule, name: str, fits: bool) -> None:
         same_roles = fits and not self._only and "optimizer" not in self._allowed
@@ -392,8 +392,8 @@ class ResumedFit:
         """Add the contract and the states of this rank to a checkpoint."""
         checkpoint[CONTRACT] = self.contract()
         place = None if self._loader is None else self._loader.place()
-        own = {RANDOM: capture(trainer.strategy.root_device), DATA: place, OTHERS: small_states(trainer, checkpoint)}
-        checkpoint[RANK_STATES] = [own]
+        states = {RANDOM: capture(trainer.strategy.root_device), DATA: place, OTHERS: small_states(trainer, checkpoint)}
+        checkpoint[RANK_STATES] = [states]
 
     def gather(self, checkpoint: dict[str, Any], doing: str) -> None:
         """Add the states of the other ranks to a checkpoint; all ranks must call it.

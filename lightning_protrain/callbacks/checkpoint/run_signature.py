@@ -87,10 +87,10 @@ def _schedule(scheduler: Any) -> dict[str, Any]:
     """Describe a learning rate schedule by its plain attributes, and by sampled values of its functions."""
     state = scheduler.state_dict() if callable(getattr(scheduler, "state_dict", None)) else {}
     terms = {name: plain for name, value in state.items() if (plain := _plain(value)) is not None}
-    functions = [each for each in getattr(scheduler, "lr_lambdas", []) if callable(each)]
+    functions = [part for part in getattr(scheduler, "lr_lambdas", []) if callable(part)]
     if functions:
         terms["factors"] = [_sampled(function) for function in functions]
-    inner = [_schedule(each) for each in getattr(scheduler, "_schedulers", [])]
+    inner = [_schedule(part) for part in getattr(scheduler, "_schedulers", [])]
     return {"class": _kind(scheduler), **terms, **({"schedulers": inner} if inner else {})}
 
 

@@ -120,7 +120,7 @@ class EvaluationScores:
 def _has_logged(trainer: Trainer) -> bool:
     """Return True if validation has just ended and has logged any metric."""
     results = trainer._results if trainer.validating else None
-    return results is not None and any(not each.has_reset for each in results.values())
+    return results is not None and any(not result.has_reset for result in results.values())
 
 
 class StepFlags:
@@ -241,8 +241,8 @@ class StepEndCheckpoint(CopyableCallback, ModelCheckpoint):
         module = trainer.lightning_module
         if not self.asynchronous or not self._saves(trainer):
             return 0
-        kept = () if self.save_weights_only else optimizers
-        return copy_of(module, self._frozen.expected(module), kept, state_bytes)
+        saved = () if self.save_weights_only else optimizers
+        return copy_of(module, self._frozen.expected(module), saved, state_bytes)
 
     def _settle(self, trainer: Trainer) -> None:
         """Wait for the pending save, if there is one; all ranks must call it at the same point."""
