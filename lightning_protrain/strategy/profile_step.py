@@ -92,6 +92,9 @@ class SyntheticData(IterableDataset[Any]):
         return 1  # With a length, Lightning prefetches no batch, and the number of steps is finite.
 
     def __iter__(self) -> Iterator[Any]:
+        yield from self._refuse()  # Upon the first batch: Lightning makes an iterator for a plan, too.
+
+    def _refuse(self) -> Iterator[Any]:
         raise ValueError("There is no training data: a batch that is made for a model is for planning only. Give data.")
 
 
