@@ -180,8 +180,10 @@ class Rehearsal:
             assert better.prediction is not None
             taken = short_seconds(better.prediction.step_seconds)
             message += f" Another plan is expected to take {taken}, and is taken."
-        if odd:
-            message += f" Rates of a machine change by less, so the next run rehearses again: {', '.join(odd)}."
+        if (slowest := min(odd, key=lambda name: odd[name], default="")) and odd[slowest] < 1:
+            message += f" For this run alone: {slowest} at {odd[slowest]:.2g} times the measured rate."
+        if wrong := [f"{name} at {factor:.2g} times the measured rate" for name, factor in odd.items() if factor > 1]:
+            message += f" Not used, as rates of a machine change by less: {', '.join(wrong)}."
         rank_zero_info(message)
         profile = request.workload.profile
         if self._cache is not None and profile is not None:
@@ -251,7 +253,7 @@ def _kept(request: PlanRequest, known: Plan, found: Plan) -> Plan:
 
 def _corrected(
     request: PlanRequest, plan: Plan, measured: Rehearsed, uncorrected: PlanRequest | None = None
-) -> tuple[PlanRequest, Sequence[str]]:
+) -> tuple[PlanRequest, dict[str, float]]:
     """Return the request with the rates and the fragmentation factor that explain the measurements.
 
     Args:
@@ -261,7 +263,7 @@ def _corrected(
         uncorrected: Request with the rates that bound the corrections, see `within_bounds`; None: no bounds.
 
     Returns:
-        The request, and a phrase for each resource whose correction is out of bounds.
+        The request, and by resource the factor of each correction that is out of bounds.
     """
     problem, profile, workload = request.here(), request.workload.profile, request.workload
     assert profile is not None

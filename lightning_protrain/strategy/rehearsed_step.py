@@ -137,23 +137,22 @@ class Rehearsed:
 
 def within_bounds(
     measured: HardwareProfile | None, before: HardwareProfile, corrected: HardwareProfile
-) -> tuple[HardwareProfile, Sequence[str]]:
-    """Return the corrected rates for this run, and a phrase for each resource whose correction is out of bounds.
+) -> tuple[HardwareProfile, dict[str, float]]:
+    """Return the corrected rates for this run, and by resource the factor of each correction that is out of bounds.
 
     Args:
         measured: Rates that were measured on this machine, without corrections of earlier rehearsals; None: no bounds.
         before: Rates before the correction, which stay in use where the corrected ones are far higher.
         corrected: Corrected rates.
     """
-    phrases = []
+    odd = dict[str, float]()
     for resource, names in RATES.items() if measured is not None else ():
         factor = getattr(corrected, names[0]) / getattr(measured, names[0])
+        if not LEAST_FACTOR <= factor <= LARGEST_FACTOR:
+            odd[resource] = factor
         if factor > LARGEST_FACTOR:
             corrected = replace(corrected, **{name: getattr(before, name) for name in names})
-        if not LEAST_FACTOR <= factor <= LARGEST_FACTOR:
-            use = "not used" if factor > LARGEST_FACTOR else "used in this run alone"
-            phrases.append(f"{resource} at {factor:.2g} times the measured rate ({use})")
-    return corrected, phrases
+    return corrected, odd
 
 
 class NotRehearsed(Exception):
