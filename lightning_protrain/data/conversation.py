@@ -1,4 +1,4 @@
-"""The common form of all conversations, and its hash."""
+"""The common forms of all rows: conversations, plain text and preferences; and their hash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal, NotRequired, Required, TypedDict
 
 from PIL import Image
 
@@ -15,7 +15,7 @@ MediaKind = Literal["image", "audio", "video"]
 
 
 class MalformedRow(ValueError):
-    """An error for a row that is not a valid conversation; its message names the row, the fault and the remedy."""
+    """An error for a row that cannot be read; its message names the row, the fault and the remedy."""
 
 
 class Message(TypedDict, total=False):
@@ -71,11 +71,53 @@ class Conversation(TypedDict, total=False):
         messages: Messages in order.
         tools: JSON schemas of the tools that the assistant may call.
         media: One medium for each image, audio and video part of the messages, in order.
+        plain: The same row as plain text, for tokenizers without a chat template; absent if it has no such form.
     """
 
     messages: Required[list[Message]]
     tools: list[dict[str, Any]]
     media: list[Media]
+    plain: Document
+
+
+class Document(TypedDict):
+    """Plain text, which is written without a chat template.
+
+    Attributes:
+        text: Trained text.
+        prompt: Untrained text before it; absent for a document that is trained as a whole.
+    """
+
+    text: str
+    prompt: NotRequired[str]
+
+
+class Preference(TypedDict):
+    """Answers to one prompt that a person or a program has judged.
+
+    Attributes:
+        sides: The prompt with each answer: the chosen and the rejected one, or a single one that has a `label`.
+        num_prompt: Number of messages in the prompt, which is not trained; 0 for plain text.
+        label: True if the single answer is desirable; absent for a pair.
+    """
+
+    sides: list[Conversation | Document]
+    num_prompt: int
+    label: NotRequired[bool]
+
+
+Row = Conversation | Document | Preference
+# What a row is, in words.
+Unit = Literal["conversation", "document", "completion", "pair", "labelled completion"]
+
+
+def unit_of(row: Any) -> Unit:
+    """Return what a row is."""
+    if "sides" in row:
+        return "labelled completion" if "label" in row else "pair"
+    if "text" in row:
+        return "completion" if "prompt" in row else "document"
+    return "conversation"
 
 
 def text_of(message: Message) -> str:
@@ -84,8 +126,8 @@ def text_of(message: Message) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def fingerprint(rows: Iterable[Conversation], **settings: Any) -> str:
-    """Return a hash of the conversations, in order, and of JSON-serializable `settings`: 32 hexadecimal digits.
+def fingerprint(rows: Iterable[Any], **settings: Any) -> str:
+    """Return a hash of the rows, in order, and of JSON-serializable `settings`: 32 hexadecimal digits.
 
     The hash covers the bytes of a medium, or only its path if `Media.source` is a path.
     """

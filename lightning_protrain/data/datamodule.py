@@ -1,4 +1,4 @@
-"""`ChatDataModule`: makes batches of conversations, with labels on the assistant's tokens."""
+"""`ChatDataModule`: makes batches of conversations, plain text or preferences, with labels on what is trained."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import UNCUT, Encoded, EncodedRows, HasMedia, OnUntrainable, encode_rows
+from lightning_protrain.data.batches.encode_text import FAMILY
 from lightning_protrain.data.batches.loader import Batch, BatchRow, BatchRows, Collator, TrainLoader, count_trained
 from lightning_protrain.data.batches.media_rows import MediaRows, media_rows
-from lightning_protrain.data.batches.pack import Blocks, pack, single_blocks
+from lightning_protrain.data.batches.pack import Blocks, pack, pair_blocks, single_blocks
 from lightning_protrain.data.batches.preview import PreviewedConversation, show
 from lightning_protrain.data.batches.sampler import EpochSampler, ShareSampler
 from lightning_protrain.data.batches.token_cache import (
@@ -41,20 +43,25 @@ from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.sources.dataset import DatasetReport
 from lightning_protrain.data.sources.load import Source, missing_files
-from lightning_protrain.data.sources.spec import DatasetSpec, check_roles, dataset_spec
+from lightning_protrain.data.sources.spec import DatasetSpec, check_roles, check_weights, dataset_spec
 
 # Sizes that ProTrainStrategy can choose.
 _SIZES = ("max_length", "batch_size")
+# What follows the name of each of the two sides of a row in the preview.
+_SIDES: Mapping[str, tuple[str, ...]] = {
+    "pair": (", chosen", ", rejected"),
+    "labelled completion": ("", ", with another answer"),
+}
 # Map from a stage of the Trainer to the splits that it reads.
 _STAGE_SPLITS = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ("test",)}
 
 
 class ChatDataModule(LightningDataModule):
-    """Conversations for supervised fine-tuning, with the loss on the assistant's turns.
+    """Conversations with the loss on the assistant's turns; plain text; or judged answers for PreferenceModule.
 
     A batch is a dict of int64 tensors of shape [batch, length]: `input_ids`, `labels`, and `attention_mask`, or
-    `position_ids` if conversations share a row. Labels are not shifted; untrained tokens have the label -100. Equal
-    arguments give bitwise equal batches, for any number of workers.
+    `position_ids` if conversations share a row. Labels are not shifted; untrained tokens have the label -100. The two
+    sides of a pair are two rows, see `Collator`. Equal arguments give bitwise equal batches, for any number of workers.
 
     Args:
         dataset: A `DatasetSpec`, a mapping of its attributes, its `path`, or a list of these; "stdlib" means the
@@ -82,7 +89,8 @@ class ChatDataModule(LightningDataModule):
             `role` and `start`, and optionally `end`, `include_start` and `include_end`.
         on_untrainable: Treatment of a conversation without a trained token, or whose turns cannot be assigned to
             messages: `error` raises, `drop` leaves it out, `warn` keeps it.
-        packing: True packs several conversations into a row, except conversations with media.
+        packing: True packs several rows of the data into a row of a batch, except conversations with media. None packs
+            if all training data is plain text.
         group_by_length: True makes batches of conversations with similar lengths.
         val_fraction: Fraction of the conversations for validation, if a data set has no split "validation"; 0 trains on
             all, and nothing is validated. Without a split "test", testing and prediction read the validation split.
@@ -91,10 +99,11 @@ class ChatDataModule(LightningDataModule):
         cache_dir: Folder for tokens and trained tokenizers; None means `~/.cache/lightning_protrain`.
         new_tokens: Special tokens of the chat template to add to the tokenizer. CausalLMModule adds rows for them to
             embedding and head, and trains these rows, also with `lora`. None adds no tokens.
+        add_eos: True ends each document and completion of plain text with the tokenizer's end token.
 
     Attributes:
         tokenizer: The tokenizer, after `setup`; its chat template is the one that is trained.
-        examples: Tokenized conversations by split, one sequence for each data set, after `setup`.
+        examples: Tokenized rows by split, one sequence for each data set, after `setup`.
 
     Raises:
         ValueError: If a number is out of range or a choice is unknown. `prepare_data` and `setup` raise it if data or
@@ -127,13 +136,14 @@ class ChatDataModule(LightningDataModule):
         train_thinking: bool = True,
         role_boundaries: list[dict[str, Any]] | None = None,
         on_untrainable: OnUntrainable = "drop",
-        packing: bool = False,
+        packing: bool | None = None,
         group_by_length: bool = False,
         val_fraction: float = 0.05,
         seed: int = 0,
         num_workers: int = 0,
         cache_dir: str | None = None,
         new_tokens: list[str] | None = None,
+        add_eos: bool = True,
     ) -> None:
         super().__init__()
         sizes = {"max_length": max_length, "batch_size": batch_size}
@@ -150,6 +160,8 @@ class ChatDataModule(LightningDataModule):
             raise ValueError(f"new_tokens={new_tokens!r}: give a list of texts, such as ['<|im_start|>'].")
         self.new_tokens: list[str] = list(added)
         self.specs = _specs(dataset)
+        check_weights(self.specs)
+        self.specs = [spec for spec in self.specs if spec.weight != 0]
         shared: dict[str, Any] = {
             "family": family,
             "chat_template": chat_template,
@@ -163,6 +175,7 @@ class ChatDataModule(LightningDataModule):
             "role_boundaries": role_boundaries,
             "on_untrainable": on_untrainable,
             "max_length": self.max_length,
+            "add_eos": add_eos,
         }
         self.settings = [_settings(shared | spec.masking) for spec in self.specs]
         for spec, settings in zip(self.specs, self.settings, strict=True):
@@ -252,6 +265,27 @@ class ChatDataModule(LightningDataModule):
         return list(chain.from_iterable(self._reports.values()))
 
     @property
+    def objective(self) -> Literal["tokens", "pairs", "unpaired"]:
+        """What is trained, after `setup`: tokens, pairs of a chosen and a rejected answer, or labelled answers."""
+        units = {report.unit for report in self._reports.get("train", self.reports)}
+        return "pairs" if "pair" in units else "unpaired" if "labelled completion" in units else "tokens"
+
+    @property
+    def packs(self) -> bool:
+        """True if rows of batches are packed, after `setup`; the option `packing` decides, or the kind of data."""
+        if self.packing is not None:
+            return self.packing
+        return all(report.unit == "document" for report in self._reports.get("train", self.reports))
+
+    def pair_count(self, split: str) -> int:
+        """Return the number of pairs, or of labelled answers, of a split, after `setup`."""
+        return sum(len(part) for part in self.examples[split]) // 2
+
+    def pair_batches(self, split: str) -> DataLoader[BatchRow]:
+        """Return this rank's share of the pairs of a split, each pair once, in the order of the data."""
+        return self._in_order(split)
+
+    @property
     def end_ids(self) -> list[int]:
         """Ids of the trained tokens that end what the assistant says, after `setup` for a fit."""
         return sorted({index for report in self._reports.get("train", []) for index in report.end_ids})
@@ -259,12 +293,16 @@ class ChatDataModule(LightningDataModule):
     def prompt_ids(self, text: str) -> list[int]:
         """Return the tokens of a user message with the generation prompt, as in training, after `setup`.
 
+        If the data is plain text, the message is a text to continue.
+
         Raises:
             ValueError: If there is no chat template, or it refuses the message.
         """
-        settings = self.settings[0]
+        settings, chats = self.settings[0], self._load_chats()
+        if self.reports and all(report.family == FAMILY for report in self.reports):
+            return chats.text_encoder(settings).prompt_ids(text)
         template = settings.template or getattr(self.processor, "chat_template", None)
-        renderer = self._load_chats().renderer(settings.template_kwargs, template)
+        renderer = chats.renderer(settings.template_kwargs, template)
         return renderer.ids([{"role": "user", "content": text}], add_generation_prompt=True)
 
     @property
@@ -462,11 +500,13 @@ class ChatDataModule(LightningDataModule):
         assert self._chats is not None
         assert self.tokenizer is not None
         shown = []
-        for spec, settings, examples in zip(self.specs, self.settings, self.examples["train"], strict=True):
-            kind = self._chats.kinds(settings, isinstance(examples, MediaRows))
-            for index in range(min(num, len(examples))):
+        for report, settings, examples in zip(self._reports["train"], self.settings, self.examples["train"], strict=True):
+            names = _SIDES.get(report.unit, ("",))
+            kind = self._chats.kinds(settings, isinstance(examples, MediaRows), report.family == FAMILY)
+            for index in range(min(num * len(names), len(examples))):
                 encoded: Encoded = examples[index]
-                title = f"{spec.label}, conversation {index + 1}"
+                number, side = divmod(index, len(names))
+                title = f"{report.name.rpartition(', ')[0]}, {report.unit} {number + 1}{names[side]}"
                 preview = show(title, self.tokenizer, encoded.input_ids, encoded.trained, kind(encoded.input_ids))
                 if isinstance(examples, MediaRows):
                     preview = replace(preview, thumbnails=examples.thumbnails(index))
@@ -551,6 +591,7 @@ class ChatDataModule(LightningDataModule):
         parts = [self._encode(index, name, texts_only) for index in having]
         self.examples[name] = [examples for examples, _ in parts]
         self._reports[name] = [report for _, report in parts]
+        _check_objective(self._reports[name], self.examples[name], self.packing)
         for report in self._reports[name] if announces else ():
             rank_zero_info(report.describe())
 
@@ -580,7 +621,7 @@ class ChatDataModule(LightningDataModule):
                 return cached[0], replace(cached[1], name=name)
         rows = source.with_all_splits(self.val_fraction, self.seed)[split]
         examples: Sequence[Encoded]
-        encoder = self._chats.encoder(settings)
+        encoder = self._chats.row_encoder(settings, rows[0])
         self._chats.date.was_read = False
         try:
             examples, report = encode_rows(rows, encoder, name)
@@ -625,21 +666,39 @@ class ChatDataModule(LightningDataModule):
         parts = self.examples[split]
         return parts[0] if len(parts) == 1 else ConcatDataset(parts)  # type: ignore[arg-type]
 
-    def _blocks(self, split: str) -> Blocks:
+    def _blocks(self, split: str, in_order: bool = False) -> Blocks:
+        """Return the rows of batches of a split; `in_order`: unpacked, and without repeating or weighing data sets."""
         lengths = np.concatenate([part.lengths for part in self.examples[split]])  # type: ignore[attr-defined]
         lengths = np.minimum(lengths, self.max_length)  # After `try_size` they may be longer.
-        if split == "train":
-            repeats = [
-                np.tile(np.arange(len(part)), spec.repeat) + begin
-                for part, spec, begin in zip(self.examples[split], self.specs, self._begins(split), strict=True)
-            ]
-            order = np.concatenate(repeats)
-        else:
-            order = np.arange(len(lengths))
-        if not (self.packing and split == "train"):
+        size = 1 if self.objective == "tokens" else 2
+        order = np.arange(len(lengths) // size)
+        if split == "train" and not in_order:
+            begins = self._begins(split)
+            units = [len(part) // size for part in self.examples[split]]
+            order = np.concatenate(
+                [rows + begin // size for rows, begin in zip(self._epoch_rows(units), begins, strict=True)]
+            )
+        order = (order[:, None] * size + np.arange(size)).ravel()
+        if size == 2:
+            return _of(pair_blocks(lengths[order]), order)
+        if in_order or split != "train" or not self.packs:
             return _of(single_blocks(lengths[order]), order)
         alone = np.concatenate([np.full(len(part), not _are_texts(part)) for part in self.examples[split]])
         return _of(pack(lengths[order], self.max_length, alone=alone[order], seed=self.seed), order)
+
+    def _epoch_rows(self, counts: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Return the row numbers of each training data set in an epoch, given the number of its rows."""
+        if any(spec.weight is None for spec in self.specs):
+            return [np.tile(np.arange(count), spec.repeat) for count, spec in zip(counts, self.specs, strict=True)]
+        weights = [spec.weight or 0.0 for spec in self.specs]
+        # Rows for each unit of weight: as many as the data set needs that has most rows for its weight.
+        rate = max(count / weight for count, weight in zip(counts, weights, strict=True))
+        rng = np.random.default_rng([self.seed, 1])
+        # `resize` repeats what there is.
+        return [
+            np.resize(rng.permutation(count), round(weight * rate))
+            for count, weight in zip(counts, weights, strict=True)
+        ]
 
     def _begins(self, split: str) -> list[int]:
         sizes = [len(part) for part in self.examples[split]]
@@ -653,7 +712,7 @@ class ChatDataModule(LightningDataModule):
 
     def _in_order(self, split: str) -> DataLoader[BatchRow]:
         rank, world_size = self._place
-        rows = BatchRows(self._joined(split), self._blocks(split))
+        rows = BatchRows(self._joined(split), self._blocks(split, in_order=True))
         return DataLoader(
             rows,
             batch_size=self.batch_size,
@@ -713,4 +772,28 @@ def _num_media(part: Any) -> Any:
 
 def _of(blocks: Blocks, order: Any) -> Blocks:
     """Replace each example number `i` of the blocks by `order[i]`."""
-    return Blocks(order[blocks.examples], blocks.offsets, blocks.lengths, blocks.packed)
+    return replace(blocks, examples=order[blocks.examples])
+
+
+def _check_objective(
+    reports: Sequence[DatasetReport], examples: Sequence[Sequence[Encoded]], packing: bool | None
+) -> None:
+    """Raise ValueError if data sets cannot be trained together, or labels leave nothing to prefer."""
+    judged = [report for report in reports if report.unit in ("pair", "labelled completion")]
+    if not judged:
+        return
+    other = next((report for report in reports if report.unit != judged[0].unit), None)
+    if other is not None:
+        raise ValueError(
+            f"{judged[0].name} has {judged[0].unit}s and {other.name} {other.unit}s, which have different losses. Train "
+            "one after the other."
+        )
+    if packing:
+        raise ValueError(f"packing: true, but the {judged[0].unit}s of {judged[0].name} are not packed. Remove it.")
+    labels = np.concatenate([part.labels for part in examples]) if judged[0].unit != "pair" else [True, False]  # type: ignore[attr-defined]
+    if np.all(labels) or not np.any(labels):
+        raise ValueError(
+            f"All {len(labels):,} labels of {judged[0].name} are {str(bool(labels[0])).lower()}, so there is nothing to "
+            "tell desirable from undesirable answers. Add rows with the other label, or train on desirable answers as "
+            "conversations with `format`."
+        )

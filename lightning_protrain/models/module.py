@@ -241,6 +241,17 @@ def _refuse_monitors(trainer: Trainer, metrics: MetricCollection) -> None:
             )
 
 
+def _settle_packing(config: PretrainedConfig, datamodule: Any) -> None:
+    """Raise ValueError if the data is packed and the model cannot keep it apart; unpack it if nobody asked for it."""
+    if getattr(datamodule, "packs", getattr(datamodule, "packing", False)):
+        try:
+            check_packing(config)
+        except ValueError:
+            if datamodule.packing is not None:
+                raise
+            datamodule.packing = False
+
+
 # The head's matrix product uses fast kernels if the vocabulary size is a multiple of 64.
 VOCAB_MULTIPLE = 64
 OWN_METRICS: dict[str, type[RatioMetric]] = {"loss": TokenLoss, "perplexity": Perplexity, "accuracy": TokenAccuracy}
@@ -366,8 +377,7 @@ class CausalLMModule(RestorableModule):
         new = getattr(datamodule, "new_tokens", [])
         self._new_tokens = dict(zip(tokenizer.convert_tokens_to_ids(new), new, strict=True)) if new else {}
         config = self._resolve_config()
-        if getattr(datamodule, "packing", False):
-            check_packing(config)
+        _settle_packing(config, datamodule)
         with_media: list[Any] = getattr(datamodule, "rows_with_media", list)()
         if (limit := getattr(datamodule, "limit_length", None)) is not None:
             limit(num_positions(config))

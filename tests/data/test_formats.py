@@ -67,7 +67,11 @@ def _parse(row: Any, **options: Any) -> Any:
     ],
 )
 def test_the_format_is_seen_by_the_row(row: Any, messages: list[Any]) -> None:
-    assert _parse(row) == {"messages": messages}
+    parsed = _parse(row)
+    plain = parsed.pop("plain", None)
+    assert parsed == {"messages": messages}
+    # Only this pair of columns also has a meaning without a chat template.
+    assert (plain is not None) == (row == {"prompt": "Why?", "completion": "So."})
 
 
 @pytest.mark.parametrize(
@@ -88,10 +92,9 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
     ("row", "format", "message"),
     [
         *[(row, "auto", "the row is ") for row in (None, 3, "x", [], [Q, A])],
-        ({}, "auto", "no `messages` list, no `conversations`, and no prompt with its response; the columns are none"),
-        ({"text": "x"}, "auto", "the columns are text. Name the right ones with `fields`"),
-        ({"chosen": [Q, A], "rejected": [Q, A]}, "auto", "the columns are chosen, rejected"),
-        ({"prompt": "Why?"}, "auto", "no prompt with its response; the columns are prompt"),
+        ({}, "auto", "no `messages` list, no `conversations`, no prompt with its response, no `text`, and no `chosen`"),
+        ({"title": "x"}, "auto", "the columns are title. Name the right ones with `fields`"),
+        ({"prompt": "Why?"}, "auto", "no prompt with its response, no `text`, and no `chosen` with `rejected`; the col"),
         ({"output": "So."}, "auto", "no prompt with its response"),
         ({"messages": None}, "auto", "`messages` is null. Give a list of messages"),
         ({"conversations": None, "id": 3}, "auto", "`conversations` is null"),

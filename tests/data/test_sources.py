@@ -352,12 +352,11 @@ def test_name_and_revision_are_for_the_hub_alone() -> None:
         ("a.tsv", "a .tsv file", "Convert it in Python: "),
         ("a.xlsx", "a .xlsx file", "Convert it in Python: pandas.read_excel"),
         ("a.jsonl.zst", "a .jsonl.zst file", "Unpack it: zstd -d '"),
-        ("a.txt", "a .txt file", "Write each text as a row: {"),
     ],
 )
 def test_a_file_of_another_kind_is_not_called_missing(tmp_path: Path, name: str, kind: str, advice: str) -> None:
     (tmp_path / name).write_text("prompt{0}response\na{0}b\n".format("\t" if ".tsv" in name else ","))
-    said = rf"{name}' is {kind}: .jsonl, .json, .parquet files are read. {advice}"
+    said = rf"{name}' is {kind}: .jsonl, .json, .parquet, .txt files are read. {advice}"
     with pytest.raises(ValueError, match=said) as raised:
         _splits(str(tmp_path / name))
     if name in ("a.csv", "a.tsv"):

@@ -1,4 +1,4 @@
-"""Converts conversations into token ids with a loss mask, and truncates long conversations."""
+"""Converts rows into token ids with a loss mask, and truncates long conversations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
@@ -44,7 +45,7 @@ from lightning_protrain.data.chat.mask import (
 )
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.conversation import Conversation, MediaKind, Message
+from lightning_protrain.data.conversation import Conversation, Document, MediaKind, Message, Preference, unit_of
 from lightning_protrain.data.sources.dataset import DatasetReport, quartet
 from lightning_protrain.progress import bar
 
@@ -55,7 +56,7 @@ def _no_borders() -> NDArray[np.int32]:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """Tokens of a conversation and their loss mask.
+    """Tokens of a conversation or of plain text, and their loss mask.
 
     Attributes:
         input_ids: Token ids, int32 of shape [tokens].
@@ -70,6 +71,7 @@ class Encoded:
         num_cut: Number of the turns in `num_unended` that were truncated at `max_length`.
         doubt: Reason why the mask may be wrong; empty if there is none.
         num_unwritten: Number of messages whose reasoning the chat template leaves out.
+        label: True for an answer that was judged desirable, False for one that was not; None without such a judgement.
     """
 
     input_ids: NDArray[np.int32]
@@ -83,6 +85,7 @@ class Encoded:
     num_cut: int = 0
     doubt: str = ""
     num_unwritten: int = 0
+    label: bool | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -172,11 +175,16 @@ OnUntrainable = Literal["error", "drop", "warn"]
 TEMPLATE = "the chat template refuses it"
 UNTRAINED = "no token is trained"
 REFUSED = "weights of messages cannot be assigned to turns"
+EQUAL = "chosen and rejected are equal within max_length"
 _ENCODE_AT_ONCE = 512
 # Maximum number of tokens if conversations are not cut.
 UNCUT = 1 << 30
 # Maximum number of dropped rows in a report.
 _DROPPED_SHOWN = 20
+
+
+# What encoding makes of a row: an example, several that belong together, or the reason why there is none.
+Result = Encoded | tuple[Encoded, ...] | UntrainableError
 
 
 class HasMedia(Exception):
@@ -208,6 +216,16 @@ class ChatEncoder:
     unproven: Mapping[str, str] = field(default_factory=dict)
     leaves_open: bool = False
     end_ids: frozenset[int] = frozenset()
+
+    @property
+    def family(self) -> str:
+        """Chat format whose markers delimit turns."""
+        return self.markers.family
+
+    @property
+    def limits(self) -> str:
+        """Settings that may leave nothing to train, as text for an error."""
+        return f"max_length is {self.max_length}, roles_to_train is {list(self.options.roles)}"
 
     @property
     def knobs(self) -> str:
@@ -431,6 +449,7 @@ class EncodedRows(Sequence[Encoded]):
         ids: Token ids of all examples, int32 of shape [tokens].
         trained: True for trained tokens, bool of shape [tokens].
         weights: Weight of each token in the loss, float32 of shape [tokens]; None means equal weights.
+        labels: `Encoded.label` of every second example, bool of shape [examples / 2]; None if they have none.
     """
 
     def __init__(
@@ -439,8 +458,10 @@ class EncodedRows(Sequence[Encoded]):
         ids: NDArray[np.int32],
         trained: NDArray[np.bool_],
         weights: NDArray[np.float32] | None = None,
+        labels: NDArray[np.bool_] | None = None,
     ) -> None:
         self.lengths = lengths
+        self.labels = labels
         self.is_weighted = weights is not None
         self._offsets = np.concatenate(([0], lengths.cumsum()))
         self._ids, self._trained, self._weights = ids, trained, weights
@@ -452,11 +473,13 @@ class EncodedRows(Sequence[Encoded]):
         if any(example.weights is not None for example in examples):
             values = [example.trained if example.weights is None else example.weights for example in examples]
             weights = _joined(values, np.float32)
+        labels = [example.label for example in examples[::2]]
         return cls(
             np.array([len(example) for example in examples], dtype=np.int64),
             _joined([example.input_ids for example in examples], np.int32),
             _joined([example.trained for example in examples], np.bool_),
             weights,
+            None if not labels or labels[0] is None else np.array(labels, dtype=np.bool_),
         )
 
     def save(self, folder: Path) -> None:
@@ -464,6 +487,8 @@ class EncodedRows(Sequence[Encoded]):
         arrays: dict[str, NDArray[Any]] = {"lengths": self.lengths, "ids": self._ids, "trained": self._trained}
         if self._weights is not None:
             arrays["weights"] = self._weights
+        if self.labels is not None:
+            arrays["labels"] = self.labels
         for name, array in arrays.items():
             with (folder / f"{name}.npy").open("wb") as file:
                 np.save(file, array)
@@ -477,12 +502,17 @@ class EncodedRows(Sequence[Encoded]):
         Raises:
             OSError, ValueError: If a file is missing or broken.
         """
-        paths = [folder / f"{name}.npy" for name in ("lengths", "ids", "trained", "weights")]
+        paths = {name: folder / f"{name}.npy" for name in ("lengths", "ids", "trained", "weights", "labels")}
         # `asarray` turns a memmap object into a plain array, whose access is several times as fast.
-        arrays = [np.asarray(np.load(path, mmap_mode="r")) for path in paths[:3] + paths[3:] * paths[3].is_file()]
-        if any(len(array) != arrays[0].sum() for array in arrays[1:]):
+        arrays = {
+            name: np.asarray(np.load(path, mmap_mode="r"))
+            for name, path in paths.items()
+            if name not in ("weights", "labels") or path.is_file()
+        }
+        num_tokens = arrays["lengths"].sum()
+        if any(len(arrays[name]) != num_tokens for name in arrays.keys() - {"lengths", "labels"}):
             raise ValueError(f"the arrays in {folder} do not fit each other")
-        return cls(*arrays)
+        return cls(**arrays)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -495,19 +525,51 @@ class EncodedRows(Sequence[Encoded]):
         index %= len(self)
         part = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
         weights = None if self._weights is None else self._weights[part]
-        return Encoded(self._ids[part], self._trained[part], weights)
+        label = None if self.labels is None else bool(self.labels[index // 2])
+        return Encoded(self._ids[part], self._trained[part], weights, label=label)
 
 
-def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> tuple[EncodedRows, DatasetReport]:
-    """Encode all conversations of a data set.
+class RowEncoder(Protocol):
+    """Encodes the rows of one data set, such as `ChatEncoder` and `TextEncoder`."""
+
+    @property
+    def family(self) -> str:
+        """Name of the chat format."""
+
+    @property
+    def knobs(self) -> str:
+        """Settings as one line of text."""
+
+    @property
+    def limits(self) -> str:
+        """Settings that may leave nothing to train, as text for an error."""
+
+    @property
+    def on_untrainable(self) -> OnUntrainable:
+        """Treatment of a row without a trained token."""
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids of the tokens that end what the model is to say."""
+
+    def encode(self, rows: Sequence[Any]) -> Sequence[Result]:
+        """Return an example, several pieces, or an error for each row.
+
+        Raises:
+            ValueError: If a row cannot be encoded.
+        """
+
+
+def encode_rows(rows: Sequence[Any], encoder: RowEncoder, name: str) -> tuple[EncodedRows, DatasetReport]:
+    """Encode all rows of a data set.
 
     Args:
-        rows: Conversations without media.
+        rows: Rows of one kind without media.
         encoder: Encoder for this data set.
         name: Name of the data set, for messages.
 
     Raises:
-        ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
+        ValueError: If a row cannot be trained on and `on_untrainable` is "error", or if none can.
         HasMedia: If a conversation has media.
     """
     examples, report = collect(_encoded(rows, encoder, name), rows, encoder, name)
@@ -515,20 +577,21 @@ def encode_rows(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -
 
 
 def collect(
-    results: Iterable[Encoded | UntrainableError], rows: Sequence[Conversation], encoder: ChatEncoder, name: str
+    results: Iterable[Result], rows: Sequence[Any], encoder: RowEncoder, name: str
 ) -> tuple[list[Encoded], DatasetReport]:
     """Separate examples from errors; return the examples and a report that counts the errors.
 
     Args:
-        results: Example or error for each row.
+        results: Example, examples or error for each row.
         rows: The rows; `rows.where`, if it exists, names a row in messages.
         encoder: Encoder that made the results.
         name: Name of the data set, for messages.
 
     Raises:
-        ValueError: If a conversation cannot be trained on and `on_untrainable` is "error", or if none can.
+        ValueError: If a row cannot be trained on and `on_untrainable` is "error", or if none can.
     """
     examples: list[Encoded] = []
+    num_kept = 0
     dropped: list[str] = []
     shown: list[str] = []
     for number, result in enumerate(results):
@@ -542,12 +605,14 @@ def collect(
             if len(shown) < _DROPPED_SHOWN:
                 shown.append(f"{row_name(rows, number, name)}: {result}")
             continue
-        examples.append(result)
+        num_kept += 1
+        examples += result if isinstance(result, tuple) else [result]
+    unit = unit_of(rows[0]) if len(rows) else "conversation"
     media = Counter(kind for example in examples for kind in example.media)
     report = DatasetReport(
         name,
-        encoder.markers.family,
-        num_kept=len(examples),
+        encoder.family,
+        num_kept=num_kept,
         dropped=tuple(Counter(dropped).most_common()),
         num_tokens=sum(map(len, examples)),
         num_trained=sum(example.num_trained for example in examples),
@@ -566,6 +631,7 @@ def collect(
             for index in sorted(encoder.end_ids)
             if any((example.input_ids[example.trained] == index).any() for example in examples)
         ),
+        unit="completion" if unit == "conversation" and not isinstance(encoder, ChatEncoder) else unit,
     )
     if report.num_doubtful:
         first = next(example.doubt for example in examples if example.doubt)
@@ -576,31 +642,66 @@ def collect(
     return examples, report
 
 
-def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> Iterator[Encoded | UntrainableError]:
+def _encoded(rows: Sequence[Any], encoder: RowEncoder, name: str) -> Iterator[Result]:
     with bar(None, f"Tokenizing {name}", len(rows), "row") as progress:
         for start in range(0, len(rows), _ENCODE_AT_ONCE):
             part = rows[start : start + _ENCODE_AT_ONCE]
             if any("media" in row for row in part):
                 raise HasMedia
-            try:
-                yield from encoder.encode(part)
-            except ValueError:
-                yield from _one_by_one(rows, start, len(part), encoder)
+            yield from _encode_judged(part, encoder) if "sides" in part[0] else _encode_all(part, encoder)
             progress.update(len(part))
 
 
-def _one_by_one(
-    rows: Sequence[Conversation], start: int, size: int, encoder: ChatEncoder
-) -> Iterator[Encoded | UntrainableError]:
-    """Encode rows one at a time, so that only the refused rows give an error."""
-    for number in range(start, start + size):
-        try:
-            yield from encoder.encode([rows[number]])
-        except ValueError as error:
-            yield UntrainableError(REFUSED if isinstance(error, WeightsError) else TEMPLATE, str(error))
+def _encode_all(rows: Sequence[Any], encoder: RowEncoder) -> list[Result]:
+    """Encode rows together; if one is refused, encode them one at a time, so that only that row gives an error."""
+    try:
+        return [*encoder.encode(rows)]
+    except ValueError:
+        results: list[Result] = []
+        for row in rows:
+            try:
+                results += encoder.encode([row])
+            except ValueError as error:
+                results.append(UntrainableError(REFUSED if isinstance(error, WeightsError) else TEMPLATE, str(error)))
+        return results
 
 
-def row_name(rows: Sequence[Conversation], number: int, name: str) -> str:
+def _encode_judged(rows: Sequence[Preference], encoder: RowEncoder) -> Iterator[Result]:
+    """Yield two examples or an error for each row: the sides of a pair; or a labelled answer, and another answer.
+
+    The other answer is that of the row before, to the same prompt: KTO estimates with it how far the model has moved
+    (https://arxiv.org/abs/2402.01306, section 4.1).
+    """
+    sides = [
+        row["sides"] if "label" not in row else [row["sides"][0], _mismatched(row, rows[number - 1])]
+        for number, row in enumerate(rows)
+    ]
+    encoded: Any = _encode_all([*chain.from_iterable(sides)], encoder)
+    for row, first, second in zip(rows, encoded[::2], encoded[1::2], strict=True):
+        error = next((side for side in (first, second) if isinstance(side, UntrainableError)), None)
+        if error is not None:
+            yield error
+        elif "label" not in row and np.array_equal(first.input_ids, second.input_ids):
+            yield UntrainableError(EQUAL)
+        else:
+            label = row.get("label")
+            yield replace(first, weights=None, label=label), replace(second, weights=None, label=label)
+
+
+def _mismatched(row: Preference, other: Preference) -> Conversation | Document:
+    """Return the prompt of a row with the answer of another one."""
+    side: Any = dict(row["sides"][0])
+    answer: Any = other["sides"][0]
+    if "messages" in side:
+        side["messages"] = [*side["messages"][: row["num_prompt"]], *answer["messages"][other["num_prompt"] :]]
+    if "plain" in side and "plain" in answer:
+        side["plain"] = {**side["plain"], "text": answer["plain"]["text"]}
+    if "text" in side:
+        side["text"] = answer["text"]
+    return side
+
+
+def row_name(rows: Sequence[Any], number: int, name: str) -> str:
     """Return the name of a row for messages, from `rows.where` if it exists.
 
     Args:
@@ -612,7 +713,7 @@ def row_name(rows: Sequence[Conversation], number: int, name: str) -> str:
     return str(where(number)) if where is not None else f"{name}, row {number}"
 
 
-def _refuse_nothing(report: DatasetReport, encoder: ChatEncoder) -> None:
+def _refuse_nothing(report: DatasetReport, encoder: RowEncoder) -> None:
     if encoder.on_untrainable == "warn":
         return
     why = ", ".join(f"{reason}: {number}" for reason, number in report.dropped)
@@ -624,9 +725,8 @@ def _refuse_nothing(report: DatasetReport, encoder: ChatEncoder) -> None:
         help_ = ' Or let `on_untrainable` be "warn" to train on them, with a mask that may be wrong.'
     first = f" The first one: {report.dropped_rows[0]}." if report.dropped_rows else ""
     raise ValueError(
-        f"{report.name}: nothing is left to train on ({why or 'no rows'}). max_length is {encoder.max_length}, "
-        f"roles_to_train is {list(encoder.options.roles)}.{first} Raise `max_length`, name a role, or look at the data "
-        f"with `lightning-protrain preview`.{help_}"
+        f"{report.name}: nothing is left to train on ({why or 'no rows'}). {encoder.limits}.{first} Raise "
+        f"`max_length`, name a role, or look at the data with `lightning-protrain preview`.{help_}"
     )
 
 

@@ -36,15 +36,17 @@ WEIGHT_UNITS = 2**32
 
 @dataclass(frozen=True, eq=False)
 class BatchRow:
-    """A row of a batch.
+    """A row of a batch, or the two rows of a pair.
 
     Attributes:
-        segments: Examples in the row; one example if the row is not packed.
+        segments: Examples in the row; one example if the row is not packed, or the two sides of a pair.
         packed: True if the row gets `position_ids` rather than an attention mask.
+        pair: Number of the pair among all pairs; -1 for a pair without trained tokens. None if this is no pair.
     """
 
     segments: tuple[Encoded, ...]
     packed: bool = False
+    pair: int | None = None
 
 
 class BatchRows(Dataset[BatchRow]):
@@ -67,7 +69,10 @@ class BatchRows(Dataset[BatchRow]):
         segments = tuple(self.examples[int(example)] for example in self.blocks[row])
         if index < 0:
             segments = tuple(segment.untrained() for segment in segments)
-        return BatchRow(segments, bool(self.blocks.packed[row]))
+        pair = None
+        if self.blocks.are_pairs:
+            pair = int(self.blocks[row][0]) // 2 if index >= 0 else -1
+        return BatchRow(segments, bool(self.blocks.packed[row]), pair)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,9 @@ class Collator:
     the first token of each segment have the label -100. Unpacked batches have an `attention_mask`. Packed batches have
     `position_ids`, which restart at 0 in each segment and in the padding. Media tensors of the rows are concatenated
     along the first dimension, and zero-padded in the others.
+
+    The sides of pair `i` are the rows `2 * i` (the chosen one) and `2 * i + 1`. Such batches have `pair_ids`, the number
+    of each pair, and `desirable`, 1 or 0, if answers have labels; both are int64 of shape [pairs].
 
     Attributes:
         pad_token_id: Token id of the padding.
@@ -97,7 +105,10 @@ class Collator:
         packed = rows[0].packed
         assert all(row.packed == packed for row in rows)
         segments = [row.segments for row in rows]
-        shape = (len(rows), self.padded(max(sum(map(len, row)) for row in segments)))
+        pairs = [row.pair for row in rows if row.pair is not None]
+        if pairs:
+            segments = [(segment,) for sides in segments for segment in sides]
+        shape = (len(segments), self.padded(max(sum(map(len, row)) for row in segments)))
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         places = np.zeros(shape, dtype=np.int64)  # `position_ids` or `attention_mask`
@@ -118,6 +129,11 @@ class Collator:
         batch = dict(zip(names, map(torch.from_numpy, (input_ids, labels, places)), strict=True))
         if self.weighted:
             batch["loss_weights"] = torch.from_numpy(weights)
+        if pairs:
+            batch["pair_ids"] = torch.tensor(pairs)
+            labels_of = [row.segments[0].label for row in rows]
+            if labels_of[0] is not None:
+                batch["desirable"] = torch.tensor(labels_of, dtype=torch.int64)
         return batch | _stack_extras([segment for row in segments for segment in row], shape[1])
 
     def padded(self, longest: int) -> int:
@@ -339,9 +355,13 @@ class TrainLoader:
 def count_trained(window: Sequence[Batch]) -> int:
     """Return the number of trained tokens in the batches, or the sum of their weights in units of 1 / WEIGHT_UNITS.
 
+    Of pairs, return the number of pairs: their loss is the mean over pairs.
+
     Args:
         window: Batches; all have `loss_weights`, or none has.
     """
+    if any("pair_ids" in batch for batch in window):
+        return sum(int((batch["pair_ids"] >= 0).sum()) for batch in window)
     scored = [batch["labels"][:, 1:] != IGNORE_INDEX for batch in window]
     if not any("loss_weights" in batch for batch in window):
         return sum(int(mask.sum()) for mask in scored)

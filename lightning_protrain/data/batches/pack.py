@@ -1,4 +1,4 @@
-"""Packs short examples into rows of one length.
+"""Groups examples into rows of a batch: one a row, several packed into a row of one length, or two that belong together.
 
 A packed row holds several examples, called *segments*, one after the other. The `position_ids` of each segment begin at
 0, and there is no attention mask. For the architectures in `models.loading.PACKING_MODEL_TYPES`, attention keeps
@@ -22,20 +22,22 @@ DEFAULT_WINDOW = 8192
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Groups of examples; each group, called a block, becomes a row of a batch.
+    """Groups of examples; each group, called a block, becomes a row of a batch, or two rows if it is a pair.
 
     Attributes:
         examples: Indices of the examples of all blocks, concatenated, int64 of shape [examples].
         offsets: Position in `examples` at which each block begins, and the length of `examples`, int64 of shape
             [blocks + 1].
-        lengths: Number of tokens in each block, int64 of shape [blocks].
+        lengths: Number of tokens in each block, or in the longer side of a pair, int64 of shape [blocks].
         packed: True for each block that becomes a packed row, bool of shape [blocks].
+        are_pairs: True if each block is a pair.
     """
 
     examples: NDArray[np.int64]
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
     packed: NDArray[np.bool_]
+    are_pairs: bool = False
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -50,6 +52,13 @@ def single_blocks(lengths: NDArray[np.int64]) -> Blocks:
     """Return an unpacked block for each example."""
     count = len(lengths)
     return Blocks(np.arange(count), np.arange(count + 1), np.asarray(lengths, np.int64), np.zeros(count, np.bool_))
+
+
+def pair_blocks(lengths: NDArray[np.int64]) -> Blocks:
+    """Return an unpacked block for every two consecutive examples."""
+    count = len(lengths)
+    longer = np.asarray(lengths, np.int64).reshape(-1, 2).max(1)
+    return Blocks(np.arange(count), np.arange(0, count + 1, 2), longer, np.zeros(count // 2, np.bool_), True)
 
 
 def pack(

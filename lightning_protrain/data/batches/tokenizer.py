@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_protrain.checkpoint.manifest import STATE
 from lightning_protrain.data.batches.token_cache import make_folder
-from lightning_protrain.data.conversation import Conversation, fingerprint, text_of
+from lightning_protrain.data.conversation import fingerprint, text_of
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 
@@ -144,11 +144,11 @@ def day_of_checkpoint() -> str | None:
     )
 
 
-def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on conversations; equal arguments give equal tokenizers.
+def train_tokenizer(rows: Sequence[Any], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on rows; equal arguments give equal tokenizers.
 
     Args:
-        rows: Conversations, whose messages of all roles are used.
+        rows: Rows, whose whole text is used.
         vocab_size: Number of tokens; a small text may give fewer.
     """
     model = Tokenizer(models.BPE())
@@ -171,7 +171,7 @@ def train_tokenizer(rows: Sequence[Conversation], vocab_size: int) -> PreTrained
     )
 
 
-def cached_tokenizer_folder(rows: Sequence[Conversation], vocab_size: int, cache_dir: Path) -> Path:
+def cached_tokenizer_folder(rows: Sequence[Any], vocab_size: int, cache_dir: Path) -> Path:
     """Train a tokenizer on conversations, unless it is cached; return its folder in the cache.
 
     Raises:
@@ -186,8 +186,11 @@ def cached_tokenizer_folder(rows: Sequence[Conversation], vocab_size: int, cache
     return folder
 
 
-def _texts(rows: Sequence[Conversation]) -> Iterator[str]:
+def _texts(rows: Sequence[Any]) -> Iterator[str]:
     for row in rows:
-        for message in row["messages"]:
-            yield message["role"]
-            yield text_of(message)
+        for side in row.get("sides", [row]):
+            for message in side.get("messages", ()):
+                yield message["role"]
+                yield text_of(message)
+            if "text" in side:
+                yield side.get("prompt", "") + side["text"]

@@ -94,6 +94,11 @@ def _with(markers: Markers, vocabulary: Vocabulary, exclusions: Iterable[Exclusi
 _SHOWN = 1500
 
 
+def has_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> bool:
+    """Return True if chats can be written; the arguments are those of `check_template`."""
+    return bool(template or tokenizer.chat_template) or getattr(tokenizer, "backend_tokenizer", None) is None
+
+
 def check_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
     """Raise ValueError if there is no chat template.
 
@@ -101,7 +106,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
         tokenizer: The tokenizer; a tokenizer of mistral-common needs no template.
         template: Template that replaces the tokenizer's; None if the user gave none.
     """
-    if not template and getattr(tokenizer, "backend_tokenizer", None) is not None and not tokenizer.chat_template:
+    if not has_template(tokenizer, template):
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         raise ValueError(
             f"The tokenizer {name!r} has no chat template, so nothing says how a chat is written. Give "

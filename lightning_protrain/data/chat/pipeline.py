@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.config import check_kinds
 from lightning_protrain.data.batches.encode import ChatEncoder, OnUntrainable
+from lightning_protrain.data.batches.encode_text import TextEncoder
 from lightning_protrain.data.batches.media_rows import MediaEncoder, with_media
 from lightning_protrain.data.batches.processor import check_names, load_media_processor
 from lightning_protrain.data.chat.chat_format import EOS, Family, parse_boundaries
@@ -24,6 +25,7 @@ from lightning_protrain.data.chat.detect_format import (
     check_template,
     family_named,
     find_family,
+    has_template,
     with_prompt,
     with_scaffolds,
     with_tags,
@@ -74,6 +76,7 @@ class ChatSettings:
     on_untrainable: OnUntrainable = "drop"
     max_length: int = 512
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_eos: bool = True
 
     def __post_init__(self) -> None:
         if self.on_untrainable not in get_args(OnUntrainable):
@@ -165,6 +168,23 @@ class ChatEncoders:
         self._recognised: dict[str, tuple[Family, Markers]] = {}
         self._logged: set[str] = set()
         self._processors: dict[str, Any] = {}
+
+    def row_encoder(self, settings: ChatSettings, row: Mapping[str, Any]) -> ChatEncoder | TextEncoder:
+        """Return the encoder for a data set whose rows are like `row`.
+
+        Raises:
+            ValueError: As in `encoder`.
+        """
+        side = row["sides"][0] if "sides" in row else row
+        if "text" not in side and ("plain" not in side or has_template(self._tokenizer, settings.template)):
+            return self.encoder(settings)
+        return self.text_encoder(settings)
+
+    def text_encoder(self, settings: ChatSettings) -> TextEncoder:
+        """Return the encoder for plain text."""
+        return TextEncoder(
+            self._tokenizer, settings.max_length, settings.on_untrainable, settings.train_on_inputs, settings.add_eos
+        )
 
     def encoder(self, settings: ChatSettings, processor: Any = None) -> ChatEncoder:
         """Return the encoder for conversations of a data set.
@@ -296,13 +316,18 @@ class ChatEncoders:
             self._processors[key] = load_media_processor(self._name, options, self._new_tokens)
         return self._processors[key]
 
-    def kinds(self, settings: ChatSettings, media: bool = False) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
+    def kinds(
+        self, settings: ChatSettings, media: bool = False, plain: bool = False
+    ) -> Callable[[NDArray[Any]], NDArray[np.int8]]:
         """Return a function that classifies the tokens of a row, see `token_kinds`.
 
         Args:
             settings: Settings of the data set.
             media: True if the data set has media.
+            plain: True if it is plain text, which has no markers.
         """
+        if plain:
+            return partial(np.zeros_like, dtype=np.int8)
         markers = (self.media_encoder(settings).chat if media else self.encoder(settings)).markers
         return partial(token_kinds, markers=markers)
 

@@ -1,4 +1,4 @@
-"""Reads the conversations of one split on access, and counts how many were kept, dropped and trained."""
+"""Reads the rows of one split on access, and counts how many were kept, dropped and trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 
 from lightning_protrain.config import plural
-from lightning_protrain.data.conversation import Conversation, MalformedRow
+from lightning_protrain.data.conversation import MalformedRow, Unit, unit_of
 from lightning_protrain.data.sources.media import MEDIA_KINDS, check_media, count_media
 from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.tables import Table
@@ -27,14 +27,15 @@ class DatasetReport:
 
     Attributes:
         name: Name of the data set and of the split.
-        family: Chat format whose markers delimit the turns.
-        num_kept: Number of conversations that are used.
-        dropped: Pairs of a reason and the number of conversations dropped for it.
-        num_tokens: Number of tokens in the kept conversations.
+        family: Chat format whose markers delimit the turns, or "plain text".
+        num_kept: Number of rows that are used.
+        dropped: Pairs of a reason and the number of rows dropped for it.
+        num_tokens: Number of tokens in the kept rows.
         num_trained: Number of tokens in the loss.
         num_unended: Number of trained turns without an end token.
         num_doubtful: Number of kept conversations whose loss mask may be wrong.
-        lengths: Minimum, median, 95th percentile and maximum number of tokens in a conversation.
+        lengths: Minimum, median, 95th percentile and maximum number of tokens in a conversation, a side of a pair, or a
+            piece of text.
         num_unwritten: Number of conversations whose reasoning the chat template leaves out.
         num_cut: Number of the turns in `num_unended` that were cut at `max_length`.
         knobs: Settings of the loss mask, as text.
@@ -43,6 +44,7 @@ class DatasetReport:
         num_audio: Number of audio files in the kept conversations.
         num_videos: Number of videos in the kept conversations.
         end_ids: Ids of the trained tokens that end what the assistant says.
+        unit: What a row is.
     """
 
     name: str
@@ -62,6 +64,7 @@ class DatasetReport:
     num_audio: int = 0
     num_videos: int = 0
     end_ids: tuple[int, ...] = ()
+    unit: Unit = "conversation"
 
     @property
     def media(self) -> tuple[str, ...]:
@@ -71,7 +74,7 @@ class DatasetReport:
 
     @property
     def num_dropped(self) -> int:
-        """Number of conversations dropped for any reason."""
+        """Number of rows dropped for any reason."""
         return sum(count for _, count in self.dropped)
 
     def describe(self) -> str:
@@ -79,7 +82,7 @@ class DatasetReport:
         share = self.num_trained / max(self.num_tokens, 1)
         why = ", ".join(f"{count} {reason}" for reason, count in self.dropped)
         return (
-            f"{self.name}: {plural(self.num_kept, 'conversation')}, "
+            f"{self.name}: {plural(self.num_kept, self.unit)}, "
             f"{''.join(f'{counted}, ' for counted in self.media)}"
             f"{plural(self.num_tokens, 'token')}, {share:.1%} of them trained"
             f"{f'; {self.num_dropped} dropped ({why})' if why else ''}.{self.remarks()}"
@@ -125,12 +128,12 @@ class MalformedRows:
 
 
 @dataclass(frozen=True, eq=False)
-class ConversationRows(Sequence[Conversation]):
-    """Conversations of one split, parsed on every access; only row numbers are in memory. Can be pickled.
+class ConversationRows(Sequence[Any]):
+    """Rows of one split, parsed on every access into a `Row`; only row numbers are in memory. Can be pickled.
 
     Attributes:
         tables: Tables that hold the rows.
-        row_format: Converts rows into conversations.
+        row_format: Converts rows into the common form.
         places: Row numbers in the concatenation of the tables, int64 of shape [rows].
         malformed: Malformed rows that were left out.
     """
@@ -144,10 +147,10 @@ class ConversationRows(Sequence[Conversation]):
         return len(self.places)
 
     @overload
-    def __getitem__(self, index: int) -> Conversation: ...
+    def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Conversation]: ...
-    def __getitem__(self, index: int | slice) -> Conversation | list[Conversation]:
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         table, place = self._locate(index)
@@ -187,7 +190,7 @@ def read_rows(
 
     Args:
         tables: Tables that hold the rows.
-        row_format: Converts rows into conversations.
+        row_format: Converts rows into the common form.
         name: Name of the data set, for messages.
         on_malformed: "error" raises for the first malformed row; "skip" leaves malformed rows out with one warning.
         max_rows: Number of valid rows after which reading stops; None reads all.
@@ -236,7 +239,7 @@ def _report(malformed: MalformedRows, num_kept: int, name: str) -> None:
 
 
 class _Check:
-    """Checks rows one by one: counts malformed rows, and finds names in `fields` that no row has."""
+    """Checks rows one by one: counts malformed rows, refuses rows of another kind, and names that no row has."""
 
     def __init__(self, row_format: RowFormat, on_malformed: str) -> None:
         self.row_format = row_format
@@ -245,14 +248,16 @@ class _Check:
         self.examples: list[str] = []
         self.unseen = set(row_format.fields.values())
         self.seen: set[str] = set()
+        self.unit: Unit | None = None  # That of the first good row.
 
     def is_good(self, table: Table, index: int, raw: Any) -> bool:
         where = table.where(index)
         try:
             row = table.decode(raw, where)
             self._see(row)
-            conversation = self.row_format.parse(row, where, table.folder)
-            check_media(conversation, where)
+            parsed = self.row_format.parse(row, where, table.folder)
+            self._refuse_other(unit_of(parsed), row, where)
+            check_media(parsed, where)
         except MalformedRow as error:
             if self.on_malformed == "error":
                 raise MalformedRow(f"{error} (`on_malformed: skip` leaves such rows out.)") from error
@@ -260,6 +265,15 @@ class _Check:
             self.examples += [str(error)] * (len(self.examples) < MAX_EXAMPLES)
             return False
         return True
+
+    def _refuse_other(self, unit: Unit, row: Mapping[str, Any], where: str) -> None:
+        """Raise MalformedRow if a row is not what the first one is."""
+        self.unit = self.unit or unit
+        if unit != self.unit:
+            raise MalformedRow(
+                f"{where}: the columns {', '.join(map(str, row))} make a {unit}, and the rows before are "
+                f"{self.unit}s. Correct the row, make it a data set of its own, or choose one `format` for all."
+            )
 
     def _see(self, row: Any) -> None:
         """Remove the names of the row's columns and message keys from `unseen`, and add them to `seen`."""

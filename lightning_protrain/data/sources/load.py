@@ -166,7 +166,7 @@ class Source:
 
     @cached_property
     def splits(self) -> dict[str, ConversationRows]:
-        """Conversations of each split in `tables`."""
+        """Checked rows of each split in `tables`."""
         spec = self.spec
         row_format = RowFormat(spec.format, spec.fields, spec.roles, self._trained_roles)
         return {
@@ -183,14 +183,14 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Text that changes whenever the conversations in `splits` change."""
+        """Text that changes whenever the rows in `splits` change."""
         spec = self.spec
         tables = [(split, *(table.fingerprint() for table in parts)) for split, parts in self.tables.items()]
         options = spec.format, spec.fields, spec.roles, spec.on_malformed, spec.max_rows, self._trained_roles
         return repr((tables, options))
 
     def with_all_splits(self, val_fraction: float, seed: int) -> dict[str, ConversationRows]:
-        """Return the conversations of "train", and of "validation" and "test" unless there are none.
+        """Return the rows of "train", and of "validation" and "test" unless there are none.
 
         A missing "validation" is taken out of "train". A missing "test" equals "validation".
 
@@ -226,7 +226,7 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
     """
     if count < 2:
         raise ValueError(
-            f"{plural(count, 'conversation')} cannot be divided into training and validation. Give at "
+            f"{plural(count, 'row')} cannot be divided into training and validation. Give at "
             'least 2, or a split "validation", or set val_fraction: 0 to train on all.'
         )
     size = min(max(round(count * val_fraction), 1), count - 1)
@@ -285,7 +285,6 @@ _CONVERSIONS = {
     ".csv": """Convert it in Python: datasets.Dataset.from_csv("{0}").to_json("{0}.jsonl")""",
     ".tsv": """Convert it in Python: datasets.Dataset.from_csv("{0}", sep="\\t").to_json("{0}.jsonl")""",
     ".xlsx": """Convert it in Python: pandas.read_excel("{0}").to_json("{0}.jsonl", orient="records", lines=True)""",
-    ".txt": 'Write each text as a row: {{"messages": [...]}}',
 }
 
 
@@ -332,8 +331,9 @@ def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
         return _saved_splits(folder)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
     files = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    # Beside data files of another suffix, .json files are metadata.
-    kinds = {path.suffix for path in files} - {".json"} or {path.suffix for path in files}
+    # Beside data files of another suffix, .json and .txt files are metadata.
+    every = {path.suffix for path in files}
+    kinds = every - {".json", ".txt"} or every - {".txt"} or every
     if len(kinds) > 1:
         raise ValueError(f"{folder} has both {' and '.join(sorted(kinds))} files. Give a glob of those to read.")
     if not kinds:

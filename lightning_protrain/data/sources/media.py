@@ -14,7 +14,7 @@ from typing import Any, get_args
 from PIL import Image
 
 from lightning_protrain.config import plural
-from lightning_protrain.data.conversation import Conversation, MalformedRow, Media, MediaKind, Message, Samples, text_of
+from lightning_protrain.data.conversation import MalformedRow, Media, MediaKind, Message, Samples, text_of
 from lightning_protrain.data.sources.audio import audio_length, samples
 from lightning_protrain.data.sources.images import check_image
 from lightning_protrain.data.sources.video import video_header
@@ -193,14 +193,14 @@ def named_media(media: Sequence[Media], where: str) -> Iterator[tuple[Media, str
         seen[medium.kind] += 1
 
 
-def check_media(conversation: Conversation, where: str) -> None:
-    """Check that all media of a conversation can be read, from the headers and the ends of their files.
+def check_media(row: Any, where: str) -> None:
+    """Check that all media of a row can be read, from the headers and the ends of their files.
 
     Raises:
         MalformedRow: If a medium does not exist, cannot be read, or is truncated.
         ValueError: If a package for reading audio or videos is not installed.
     """
-    for medium, name in named_media(conversation.get("media", ()), where):
+    for medium, name in named_media(row.get("media", ()), where):
         source: Any = medium.source
         if medium.kind == "image":
             check_image(source, name)

@@ -1,23 +1,40 @@
-"""Converts rows of common data set formats into `Conversation`; `KINDS` has the kinds of rows."""
+"""Converts rows of common data set formats; `KINDS` has the kinds of rows.
+
+A row is a conversation, plain text, or a preference: answers to one prompt that were judged. Formats are those of the
+Hugging Face Hub; the names of kinds are those of https://huggingface.co/docs/trl/dataset_formats.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning_protrain.data.conversation import Conversation, MalformedRow, Media, MediaKind, Message
+from lightning_protrain.data.conversation import (
+    Conversation,
+    Document,
+    MalformedRow,
+    Media,
+    MediaKind,
+    Message,
+    Preference,
+    Row,
+)
 from lightning_protrain.data.sources.media import MEDIA_KINDS, media_source, named_media, place_media
 from lightning_protrain.data.sources.messages import check_order, kind_of, parse_message, parse_tools
-from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS
+from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS, Format
 
-Format = Literal["auto", "messages", "sharegpt", "prompt_response"]
 # Common column names: a row with one of PROMPTS and one of RESPONSES is a prompt with its response.
 PROMPTS = ("prompt", "instruction", "question", "query")
 RESPONSES = ("response", "completion", "output", "answer")
 CONTEXTS = ("input", "context")
+CHOSEN = ("chosen", "chosen_response", "preferred", "preferred_output")
+REJECTED = ("rejected", "rejected_response", "dispreferred", "non_preferred_output")
+LABELS = ("label", "kto_tag")
 # Maps from a column, and from a key of a message, to the format that it indicates.
 _LISTS = {"messages": "messages", "conversations": "sharegpt"}
 _SIGNS = {"role": "messages", "from": "sharegpt", "value": "sharegpt"}
@@ -25,7 +42,7 @@ _SIGNS = {"role": "messages", "from": "sharegpt", "value": "sharegpt"}
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Converts the rows of a data set into conversations.
+    """Converts the rows of a data set.
 
     Attributes:
         format: Format of the rows; "auto" detects it for each row from the columns, and refuses ambiguous rows.
@@ -41,7 +58,7 @@ class RowFormat:
     roles: Mapping[str, str] = field(default_factory=dict)
     trained_roles: tuple[str, ...] | None = ("assistant",)
 
-    def parse(self, row: Any, where: str, folder: Path) -> Conversation:
+    def parse(self, row: Any, where: str, folder: Path) -> Row:
         """Parse one row.
 
         Args:
@@ -50,13 +67,16 @@ class RowFormat:
             folder: Folder to which relative paths of media refer.
 
         Raises:
-            MalformedRow: If the row is not a valid conversation, or its format is ambiguous.
+            MalformedRow: If the row is not valid, or its format is ambiguous.
         """
         if not isinstance(row, Mapping):
             raise MalformedRow(f"{where}: the row is {kind_of(row)}. Give an object with a `messages` list.")
         row = self._renamed(row, ROW_FIELDS)
         kind = self._detect(row, where) if self.format == "auto" else _KIND[self.format]
-        entries = kind.entries(self, row, where)
+        return kind.parse(self, row, where, folder)
+
+    def conversation(self, entries: Sequence[Any], row: Mapping[str, Any], where: str, folder: Path) -> Conversation:
+        """Make a conversation of messages as `parse_message` reads them, and of the other columns of their row."""
         messages = [
             parse_message(entry, f"{where}, message {number}", self.roles) for number, entry in enumerate(entries)
         ]
@@ -82,8 +102,13 @@ class RowFormat:
     def _detect(self, row: Mapping[str, Any], where: str) -> RowKind:
         """Return the kind of a row: from the columns named in `fields`, or else from its non-null columns."""
         claims = {kind: columns for kind in KINDS if (columns := kind.columns(row))}
+        for kind in KINDS:  # Judged answers also have the columns of a conversation, which is their prompt.
+            if kind.name in _JUDGED and kind in claims:
+                return kind
         named = {kind: columns for kind, columns in claims.items() if any(name in self.fields for name in columns)}
         claims = named or claims
+        if len(claims) > 1:
+            claims.pop(_KIND["text"], None)  # Beside a conversation, `text` is the same, written by some template.
         if len(claims) > 1:
             names = ", ".join(chain.from_iterable(claims.values()))
             raise MalformedRow(
@@ -92,13 +117,14 @@ class RowFormat:
             )
         for kind, columns in claims.items():
             return self._style(row, columns[0], where) if columns[0] in _LISTS else kind
-        null = [name for name in (*_LISTS, *PROMPTS, *RESPONSES) if name in row and row[name] is None]
+        null = [name for name in (*CHOSEN, *REJECTED, *_LISTS, *PROMPTS, *RESPONSES, "text") if name in row]
+        null = [name for name in null if row[name] is None]
         if null:
             what = "a list of messages" if null[0] in _LISTS else "text"
             raise MalformedRow(f"{where}: `{null[0]}` is null. Give {what}, or remove the row.")
         raise MalformedRow(
-            f"{where}: no `messages` list, no `conversations`, and no prompt with its response; the columns are "
-            f"{_names(row)}. Name the right ones with `fields`."
+            f"{where}: no `messages` list, no `conversations`, no prompt with its response, no `text`, and no `chosen` "
+            f"with `rejected`; the columns are {_names(row)}. Name the right ones with `fields`."
         )
 
     def _style(self, row: Mapping[str, Any], column: str, where: str) -> RowKind:
@@ -167,10 +193,14 @@ def _parse_sharegpt(row_format: RowFormat, row: Mapping[str, Any], where: str) -
 
 
 def _only(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, Any]:
+    return _only_of(row, names, "prompt" if names[0] == PROMPTS[0] else "response", where)
+
+
+def _only_of(row: Mapping[str, Any], names: Sequence[str], wanted: str, where: str) -> tuple[str, Any]:
+    """Return the only column among `names` that a row has, and its value; `wanted` says what it is."""
     columns = _given(row, names)
     if len(columns) == 1:
         return columns[0], row[columns[0]]
-    wanted = "prompt" if names[0] == PROMPTS[0] else "response"
     if not columns:
         raise MalformedRow(
             f"{where}: no {wanted}: none of {', '.join(names)} among the columns {_names(row)}. "
@@ -266,29 +296,233 @@ def _column(row: Mapping[str, Any], kind: MediaKind, where: str) -> list[Any] | 
     return list(media) if isinstance(media, list | tuple) else [media]
 
 
-def _pair_columns(row: Mapping[str, Any]) -> list[str]:
+def _response_columns(row: Mapping[str, Any]) -> list[str]:
     prompts, responses = _given(row, PROMPTS), _given(row, RESPONSES)
     return [*prompts, *responses] if responses and (prompts or row.get("input") is not None) else []
 
 
+# Kinds of plain text
+
+
+def _parse_text(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Document:
+    if not isinstance(row.get("text"), str):
+        raise MalformedRow(f"{where}: `text` is {kind_of(row.get('text'))}. Give text, or name its column in `fields`.")
+    return {"text": row["text"]}
+
+
+def _parse_completion(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Document:
+    values = dict((_only(row, PROMPTS, where), _only(row, RESPONSES, where)))
+    for name, value in values.items():
+        if not isinstance(value, str):
+            raise MalformedRow(f"{where}: `{name}` is {kind_of(value)}, and `format: completion` needs text.")
+    prompt, completion = values.values()
+    return {"text": completion, "prompt": prompt}
+
+
+def _parse_response(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Conversation:
+    conversation = row_format.conversation(_parse_pair(row_format, row, where), row, where, folder)
+    prompt, response = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(response, str) and len(conversation["messages"]) == 2:
+        if not any(row.get(key) for key in (*CONTEXTS, "tools")) and "media" not in conversation:
+            conversation["plain"] = {"text": response, "prompt": prompt}
+    return conversation
+
+
+# Kinds of judged answers
+
+_HUMAN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+def _parse_preference(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Preference:
+    names = [_answer_column(row, columns, where) for columns in (CHOSEN, REJECTED)]
+    answers = [_answer(row_format, row[name], f"{where}: `{name}`") for name in names]
+    _refuse_media(row, where)
+    prompt = _prompt(row_format, row, where)
+    if prompt is None and all(isinstance(answer, str) for answer in answers):
+        return _texts_with_prompt(row_format, answers, where, folder)
+    turns = [[{"role": "assistant", "content": it}] if isinstance(it, str) else list(it) for it in answers]
+    shared = len(os.path.commonprefix([[*map(_plain_form, side[:-1])] for side in turns]))
+    if shared and str(turns[0][0].get("role", turns[0][0].get("from"))).lower() not in _ANSWERING:
+        prompt, turns = turns[0][:shared], [side[shared:] for side in turns]
+    if not prompt:
+        raise MalformedRow(
+            f"{where}: `{names[0]}` and `{names[1]}` have no prompt: no column has one, and they do not begin with the "
+            "same messages. Name its column with `fields`: {\"prompt\": ...}."
+        )
+    sides = [_side(row_format, (prompt, side), row, where, folder) for side in turns]
+    if isinstance(row.get("prompt"), str) and all(isinstance(answer, str) for answer in answers):
+        for side, answer in zip(sides, answers, strict=True):
+            if not any(row.get(key) for key in (*CONTEXTS, "system", "system_prompt", "history", "tools")):
+                side["plain"] = {"text": str(answer), "prompt": row["prompt"]}
+    return {"sides": [*sides], "num_prompt": len(sides[0]["messages"]) - len(turns[0])}
+
+
+def _parse_unpaired(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Preference:
+    name, label = _only_of(row, LABELS, "label", where)
+    if label not in (0, 1):
+        raise MalformedRow(f"{where}: `{name}` is {label!r}. Give true for a desirable answer, or false.")
+    _refuse_media(row, where)
+    is_list = not _response_columns(row)
+    column = next(iter(_given(row, [*_LISTS])), "messages")
+    entries = _turn_list(row_format, row, column, where) if is_list else _parse_pair(row_format, row, where)
+    spoken = [str(entry.get("role", "")).lower() in _ANSWERING for entry in entries if isinstance(entry, Mapping)]
+    num_answers = next((number for number, is_answer in enumerate(reversed(spoken)) if not is_answer), len(spoken))
+    at = len(entries) - num_answers
+    if at in (0, len(entries)):
+        missing = "prompt" if at == 0 else "answer after the prompt"
+        raise MalformedRow(f"{where}: there is no {missing}. Give a prompt and an answer, or remove the row.")
+    side = _side(row_format, (entries[:at], entries[at:]), row, where, folder)
+    plain = None if is_list else _parse_response(row_format, row, where, folder).get("plain")
+    if plain is not None:
+        side["plain"] = plain
+    return {"sides": [side], "num_prompt": len(side["messages"]) - num_answers, "label": bool(label)}
+
+
+_ANSWERING = ("assistant", "gpt", "bot", "model", "chatgpt", "tool", "function", "observation")
+
+
+def _answer_column(row: Mapping[str, Any], columns: Sequence[str], where: str) -> str:
+    name, value = _only_of(row, columns, columns[0], where)
+    if value in ("", [], {}) or (isinstance(value, str) and not value.strip()):
+        raise MalformedRow(f"{where}: `{name}` is empty. Give an answer, or remove the row.")
+    return name
+
+
+def _answer(row_format: RowFormat, value: Any, what: str) -> str | list[Any]:
+    """Return an answer: text, or messages, of which old data sets have a single one without a list."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping) and not all(isinstance(item, list) for item in value.values()):
+        value = [value]
+    return [_role_and_content(entry) for entry in _turns(row_format, value, what)]
+
+
+def _prompt(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any] | None:
+    """Return the messages of the columns that hold a prompt; None if there is no such column."""
+    value = row.get("input")
+    if isinstance(value, Mapping) and not _given(row, PROMPTS):
+        row = {**row, "prompt": value.get("messages"), "input": None}
+    elif isinstance(value, list) and not _given(row, PROMPTS):
+        row = {**row, "prompt": value, "input": None}
+    if _given(row, PROMPTS) or isinstance(row.get("input"), str):
+        entries = _parse_pair(row_format, {**_without(row, RESPONSES), "response": []}, where)
+        return [_role_and_content(entry) for entry in entries]
+    columns = _given(row, [*_LISTS])
+    return _turn_list(row_format, row, columns[0], where) if columns else None
+
+
+def _turn_list(row_format: RowFormat, row: Mapping[str, Any], column: str, where: str) -> list[Any]:
+    return [_role_and_content(entry) for entry in _message_list(row_format, row, where, column)]
+
+
+def _role_and_content(entry: Any) -> Any:
+    """Return a message with `role` and `content`, which data sets in the manner of ShareGPT call `from` and `value`."""
+    if not isinstance(entry, Mapping) or entry.get("from") is None:
+        return entry
+    return {**_without(entry, ("from", "value")), "role": entry["from"], "content": entry.get("value")}
+
+
+def _without(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in names}
+
+
+def _plain_form(entry: Any) -> Any:
+    """Return what of a message says that it is the same as another."""
+    return {key: value for key, value in entry.items() if value is not None} if isinstance(entry, Mapping) else entry
+
+
+def _side(
+    row_format: RowFormat, parts: tuple[Sequence[Any], Sequence[Any]], row: Mapping[str, Any], where: str, folder: Path
+) -> Conversation:
+    """Return a conversation whose first part, the prompt, is not trained."""
+    prompt, answer = ([_without(entry, ("weight",)) for entry in part if isinstance(entry, Mapping)] for part in parts)
+    entries = [*({**entry, "train": False} for entry in prompt), *answer]
+    if len(entries) != sum(map(len, parts)):
+        raise MalformedRow(f"{where}: a message is no object. Give objects with `role` and `content`.")
+    return row_format.conversation(entries, _without(row, MEDIA_COLUMNS), where, folder)
+
+
+def _texts_with_prompt(row_format: RowFormat, texts: Sequence[Any], where: str, folder: Path) -> Preference:
+    """Divide two texts that begin with the same prompt; those in the manner of HH-RLHF are conversations, too."""
+    shared = os.path.commonprefix([*texts])
+    at = max(shared.rfind(" "), shared.rfind("\n"))
+    speakers = [*_HUMAN.finditer(shared)]
+    if speakers and all(_HUMAN.match(text) for text in texts):
+        at = speakers[-1].end()
+    at = min(max(at, 0), *(len(text) - 1 for text in texts))
+    documents: list[Document] = [{"text": text[at:], "prompt": text[:at]} for text in texts]
+    if not speakers or speakers[-1].group(1) != "Assistant" or not all(_HUMAN.match(text) for text in texts):
+        return {"sides": [*documents], "num_prompt": 0}
+    sides = []
+    num_prompt = len(speakers) - 1
+    for text, document in zip(texts, documents, strict=True):
+        _, *pieces = _HUMAN.split(text)
+        entries = [
+            {"role": "user" if speaker == "Human" else "assistant", "content": words.strip()}
+            for speaker, words in zip(pieces[::2], pieces[1::2], strict=True)
+        ]
+        side = _side(row_format, (entries[:num_prompt], entries[num_prompt:]), {}, where, folder)
+        side["plain"] = document
+        sides.append(side)
+    return {"sides": [*sides], "num_prompt": num_prompt}
+
+
+MEDIA_COLUMNS = tuple(name for kind in MEDIA_KINDS for name in (kind, f"{kind}s"))
+
+
+def _refuse_media(row: Mapping[str, Any], where: str) -> None:
+    columns = [name for name in _given(row, MEDIA_COLUMNS) if row[name]]
+    if columns:
+        raise MalformedRow(
+            f"{where}: preferences with images, audio or videos are not trained, and `{columns[0]}` has some. Remove "
+            "the column, or the row."
+        )
+
+
+def _preference_columns(row: Mapping[str, Any]) -> list[str]:
+    chosen, rejected = _given(row, CHOSEN), _given(row, REJECTED)
+    return [*chosen, *rejected] if chosen and rejected else []
+
+
+def _labelled_columns(row: Mapping[str, Any]) -> list[str]:
+    labels = [name for name in _given(row, LABELS) if isinstance(row[name], bool)]
+    return labels if labels and (_response_columns(row) or _given(row, [*_LISTS])) else []
+
+
+def _conversation_kind(
+    entries: Callable[[RowFormat, Mapping[str, Any], str], list[Any]],
+) -> Callable[[RowFormat, Mapping[str, Any], str, Path], Row]:
+    """Return the parser of rows whose messages `entries` returns."""
+
+    def parse(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Row:
+        return row_format.conversation(entries(row_format, row, where), row, where, folder)
+
+    return parse
+
+
 @dataclass(frozen=True)
 class RowKind:
-    """A way in which a row holds a conversation.
+    """A way in which a row holds what is trained.
 
     Attributes:
         name: Value of `DatasetSpec.format`.
-        columns: Returns the columns of a row that hold a conversation of this kind; empty if it has none.
-        entries: Returns the messages of a row as `parse_message` reads them; the last argument is the row's name.
+        columns: Returns the columns of a row that hold something of this kind; empty if it has none.
+        parse: Parses a row; the other arguments are its name, and the folder to which relative paths refer.
     """
 
     name: str
     columns: Callable[[Mapping[str, Any]], list[str]]
-    entries: Callable[[RowFormat, Mapping[str, Any], str], list[Any]]
+    parse: Callable[[RowFormat, Mapping[str, Any], str, Path], Row]
 
 
 KINDS = (
-    RowKind("messages", lambda row: _given(row, ["messages"]), _parse_messages),
-    RowKind("sharegpt", lambda row: _given(row, ["conversations"]), _parse_sharegpt),
-    RowKind("prompt_response", _pair_columns, _parse_pair),
+    RowKind("messages", lambda row: _given(row, ["messages"]), _conversation_kind(_parse_messages)),
+    RowKind("sharegpt", lambda row: _given(row, ["conversations"]), _conversation_kind(_parse_sharegpt)),
+    RowKind("prompt_response", _response_columns, _parse_response),
+    RowKind("text", lambda row: _given(row, ["text"]), _parse_text),
+    RowKind("completion", lambda row: [], _parse_completion),
+    RowKind("preference", _preference_columns, _parse_preference),
+    RowKind("unpaired_preference", _labelled_columns, _parse_unpaired),
 )
 _KIND = {kind.name: kind for kind in KINDS}
+_JUDGED = ("preference", "unpaired_preference")

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from lightning_protrain.config import is_valid
 from lightning_protrain.data.conversation import ROLES
 
 # Columns of a row and keys of a message that `fields` may rename.
 ROW_FIELDS = (
     *("messages", "conversations", "prompt", "response", "input", "system", "history", "tools"),
     *("images", "audios", "videos"),
+    *("text", "chosen", "rejected", "label"),
 )
 MESSAGE_FIELDS = (
     *("role", "content", "from", "value", "reasoning_content", "tool_calls", "name", "tool_call_id"),
     *("train", "weight"),
 )
+Format = Literal[
+    "auto", "messages", "sharegpt", "prompt_response", "text", "completion", "preference", "unpaired_preference"
+]
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "format": ("auto", "messages", "sharegpt", "prompt_response"),
+    "format": get_args(Format),
     "on_malformed": ("error", "skip"),
 }
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """A data set of conversations: where it lies, how its rows are read, and which turns are trained.
+    """A data set: where it lies, how its rows are read, and what of them is trained.
 
     Attributes:
         path: Name of the data set on the Hugging Face Hub; a .jsonl, .json or .parquet file; a glob, list or folder of
@@ -47,6 +53,9 @@ class DatasetSpec:
         on_malformed: "error" raises for a row that is not a valid conversation; "skip" leaves the row out.
         max_rows: Maximum number of rows of each split, taken from its beginning; None takes all.
         repeat: Number of times that each training row occurs in an epoch.
+        weight: Share of this data set in the training rows of an epoch, relative to the other weights; 0 leaves it
+            out. In an epoch, every row of the others occurs at least once, and rows of small data sets are repeated.
+            None: no data set has a weight, and every row occurs `repeat` times.
         family: See `ChatDataModule` for this and all following attributes. None means the value of the data module.
         chat_template: Chat template of this data set; all data sets share one tokenizer.
         chat_template_kwargs: Further variables of the template.
@@ -58,6 +67,7 @@ class DatasetSpec:
         role_boundaries: Markers that delimit turns, which replace the markers of `family`.
         on_untrainable: Treatment of a row without a trained token.
         processor_kwargs: Settings of the model's processor.
+        add_eos: True ends plain text with the tokenizer's end token.
 
     Raises:
         ValueError: If a value is out of range, or a choice or a name in `fields` is unknown. `ChatSettings` checks the
@@ -68,13 +78,14 @@ class DatasetSpec:
     name: str | None = None
     split: str | dict[str, str] | None = None
     revision: str | None = None
-    format: Literal["auto", "messages", "sharegpt", "prompt_response"] = "auto"
+    format: Format = "auto"
     fields: dict[str, str] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     images_dir: str | None = None
     on_malformed: Literal["error", "skip"] = "error"
     max_rows: int | None = None
     repeat: int = 1
+    weight: float | None = None
     family: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -86,6 +97,7 @@ class DatasetSpec:
     role_boundaries: list[dict[str, Any]] | None = None
     on_untrainable: Literal["error", "drop", "warn"] | None = None
     processor_kwargs: dict[str, Any] | None = None
+    add_eos: bool | None = None
 
     def __post_init__(self) -> None:
         paths = self.path if isinstance(self.path, list | tuple) else [self.path]
@@ -101,6 +113,10 @@ class DatasetSpec:
             value = getattr(self, key)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{key}={value!r}: give a whole number, at least 1.")
+        if self.weight is not None and not is_valid(lambda weight: 0 <= weight < math.inf, self.weight):
+            raise ValueError(f"weight={self.weight!r}: give a number that is not negative, such as 0.3.")
+        if self.weight is not None and self.repeat > 1:
+            raise ValueError(f"weight={self.weight} and repeat={self.repeat} both say how often rows occur: give one.")
         for key in self.fields:
             _check_choice("fields", key, (*ROW_FIELDS, *MESSAGE_FIELDS))
         renamed: list[tuple[str, Any]] = [*self.fields.items(), *self.roles.items()]
@@ -132,6 +148,16 @@ class DatasetSpec:
         names = [spec.name for spec in fields(self)]
         shared = names[names.index("family") :]
         return {name: getattr(self, name) for name in shared if getattr(self, name) is not None}
+
+
+def check_weights(specs: Sequence[DatasetSpec]) -> None:
+    """Raise ValueError if only some data sets have a weight, or no weight is above 0."""
+    weights = [spec.weight for spec in specs]
+    if None in weights and any(weight is not None for weight in weights):
+        without = next(spec.label for spec in specs if spec.weight is None)
+        raise ValueError(f"{without!r} has no `weight`, but other data sets have one. Give each a weight, or none.")
+    if None not in weights and not any(weights):
+        raise ValueError("All data sets have weight 0, so there would be nothing to train. Give one a weight above 0.")
 
 
 def dataset_spec(dataset: Any) -> DatasetSpec:

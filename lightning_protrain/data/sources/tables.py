@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 _BOM = b"\xef\xbb\xbf"
 _READ_AT_ONCE = 1000
 # Decodes a value of an Arrow table; the arguments are the value and the name of its row. Closures would not pickle.
@@ -286,7 +286,7 @@ def _decode_struct(inner: dict[str, _Decoder], value: Any, where: str) -> Any:
 
 
 def open_table(path: Path) -> Table:
-    """Open a .jsonl, .json or .parquet file.
+    """Open a .jsonl, .json or .parquet file, or a .txt file, which is one document.
 
     Raises:
         ValueError: If the file is empty, or its content does not match its suffix.
@@ -294,6 +294,11 @@ def open_table(path: Path) -> Table:
     if path.suffix == ".jsonl":
         return JsonLines(path)
     _refuse_empty(path)
+    if path.suffix == ".txt":
+        try:
+            return RowList([{"text": path.read_text(encoding="utf-8-sig")}], str(path), path.parent)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
     return _open_parquet(path) if path.suffix == ".parquet" else _open_json(path)
 
 
