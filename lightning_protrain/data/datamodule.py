@@ -20,7 +20,6 @@ from torch.utils.data import ConcatDataset, DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.batches.encode import UNCUT, Encoded, EncodedRows, HasMedia, OnUntrainable, encode_rows
-from lightning_protrain.data.batches.encode_text import FAMILY
 from lightning_protrain.data.batches.loader import Batch, BatchRow, BatchRows, Collator, TrainLoader, count_trained
 from lightning_protrain.data.batches.media_rows import MediaRows, media_rows
 from lightning_protrain.data.batches.pack import Blocks, pack, pair_blocks, single_blocks
@@ -41,7 +40,7 @@ from lightning_protrain.data.batches.tokenizer import (
 )
 from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
-from lightning_protrain.data.sources.dataset import DatasetReport
+from lightning_protrain.data.sources.dataset import PLAIN_TEXT, DatasetReport
 from lightning_protrain.data.sources.load import Source, missing_files
 from lightning_protrain.data.sources.spec import DatasetSpec, check_roles, check_weights, dataset_spec
 
@@ -155,13 +154,8 @@ class ChatDataModule(LightningDataModule):
         _check_counts(0, num_workers=num_workers, seed=seed)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction={val_fraction}: give a share from 0 to below 1; 0 trains on all rows.")
-        added: Any = () if new_tokens is None else new_tokens
-        if not isinstance(added, list | tuple) or not all(isinstance(text, str) and text for text in added):
-            raise ValueError(f"new_tokens={new_tokens!r}: give a list of texts, such as ['<|im_start|>'].")
-        self.new_tokens: list[str] = list(added)
+        self.new_tokens = _checked_tokens(new_tokens)
         self.specs = _specs(dataset)
-        check_weights(self.specs)
-        self.specs = [spec for spec in self.specs if spec.weight != 0]
         shared: dict[str, Any] = {
             "family": family,
             "chat_template": chat_template,
@@ -266,7 +260,7 @@ class ChatDataModule(LightningDataModule):
 
     @property
     def objective(self) -> Literal["tokens", "pairs", "unpaired"]:
-        """What is trained, after `setup`: tokens, pairs of a chosen and a rejected answer, or labelled answers."""
+        """Objective, after `setup`: tokens, pairs of a chosen and a rejected answer, or labelled answers."""
         units = {report.unit for report in self._reports.get("train", self.reports)}
         return "pairs" if "pair" in units else "unpaired" if "labelled completion" in units else "tokens"
 
@@ -299,7 +293,7 @@ class ChatDataModule(LightningDataModule):
             ValueError: If there is no chat template, or it refuses the message.
         """
         settings, chats = self.settings[0], self._load_chats()
-        if self.reports and all(report.family == FAMILY for report in self.reports):
+        if self.reports and all(report.family == PLAIN_TEXT for report in self.reports):
             return chats.text_encoder(settings).prompt_ids(text)
         template = settings.template or getattr(self.processor, "chat_template", None)
         renderer = chats.renderer(settings.template_kwargs, template)
@@ -500,9 +494,11 @@ class ChatDataModule(LightningDataModule):
         assert self._chats is not None
         assert self.tokenizer is not None
         shown = []
-        for report, settings, examples in zip(self._reports["train"], self.settings, self.examples["train"], strict=True):
+        for report, settings, examples in zip(
+            self._reports["train"], self.settings, self.examples["train"], strict=True
+        ):
             names = _SIDES.get(report.unit, ("",))
-            kind = self._chats.kinds(settings, isinstance(examples, MediaRows), report.family == FAMILY)
+            kind = self._chats.kinds(settings, isinstance(examples, MediaRows), report.family == PLAIN_TEXT)
             for index in range(min(num * len(names), len(examples))):
                 encoded: Encoded = examples[index]
                 number, side = divmod(index, len(names))
@@ -742,6 +738,13 @@ class ChatDataModule(LightningDataModule):
         return self._trained_folder
 
 
+def _checked_tokens(tokens: Any) -> list[str]:
+    texts: Any = () if tokens is None else tokens
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"new_tokens={tokens!r}: give a list of texts, such as ['<|im_start|>'].")
+    return list(texts)
+
+
 def _check_counts(least: int, **counts: Any) -> None:
     for name, value in counts.items():
         if type(value) is bool or not isinstance(value, Integral) or value < least:
@@ -753,7 +756,9 @@ def _specs(dataset: Any) -> list[DatasetSpec]:
     datasets = dataset if isinstance(dataset, list) else [dataset]
     if not datasets:
         raise ValueError("`dataset` is empty: name at least one data set.")
-    return [dataset_spec(entry) for entry in datasets]
+    specs = [dataset_spec(entry) for entry in datasets]
+    check_weights(specs)
+    return [spec for spec in specs if spec.weight != 0]
 
 
 def _settings(knobs: dict[str, Any]) -> ChatSettings:
@@ -785,15 +790,15 @@ def _check_objective(
     other = next((report for report in reports if report.unit != judged[0].unit), None)
     if other is not None:
         raise ValueError(
-            f"{judged[0].name} has {judged[0].unit}s and {other.name} {other.unit}s, which have different losses. Train "
-            "one after the other."
+            f"{judged[0].name} has {judged[0].unit}s and {other.name} {other.unit}s, which have different losses. "
+            "Train one after the other."
         )
     if packing:
         raise ValueError(f"packing: true, but the {judged[0].unit}s of {judged[0].name} are not packed. Remove it.")
     labels = np.concatenate([part.labels for part in examples]) if judged[0].unit != "pair" else [True, False]  # type: ignore[attr-defined]
     if np.all(labels) or not np.any(labels):
         raise ValueError(
-            f"All {len(labels):,} labels of {judged[0].name} are {str(bool(labels[0])).lower()}, so there is nothing to "
-            "tell desirable from undesirable answers. Add rows with the other label, or train on desirable answers as "
+            f"All {len(labels):,} labels of {judged[0].name} are {str(bool(labels[0])).lower()}, so nothing tells "
+            "desirable from undesirable answers. Add rows with the other label, or train on desirable answers as "
             "conversations with `format`."
         )

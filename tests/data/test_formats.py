@@ -94,7 +94,11 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
         *[(row, "auto", "the row is ") for row in (None, 3, "x", [], [Q, A])],
         ({}, "auto", "no `messages` list, no `conversations`, no prompt with its response, no `text`, and no `chosen`"),
         ({"title": "x"}, "auto", "the columns are title. Name the right ones with `fields`"),
-        ({"prompt": "Why?"}, "auto", "no prompt with its response, no `text`, and no `chosen` with `rejected`; the col"),
+        (
+            {"prompt": "Why?"},
+            "auto",
+            "no prompt with its response, no `text`, and no `chosen` with `rejected`; the col",
+        ),
         ({"output": "So."}, "auto", "no prompt with its response"),
         ({"messages": None}, "auto", "`messages` is null. Give a list of messages"),
         ({"conversations": None, "id": 3}, "auto", "`conversations` is null"),

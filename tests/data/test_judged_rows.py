@@ -111,7 +111,10 @@ LONG_PAIR = ([*_untrained(*LONG), GOOD], [*_untrained(*LONG), BAD])
         ({"history": [["Why?", "Hm."]], "prompt": "And?", "chosen": "So.", "rejected": "No."}, LONG_PAIR),
         ({"chosen": f"{HH} So.", "rejected": f"{HH} No."}, PAIR),
         (
-            {"chosen": f"{HH} Hm.\n\nHuman: And?\n\nAssistant: So.", "rejected": f"{HH} Hm.\n\nHuman: And?\n\nAssistant: No."},
+            {
+                "chosen": f"{HH} Hm.\n\nHuman: And?\n\nAssistant: So.",
+                "rejected": f"{HH} Hm.\n\nHuman: And?\n\nAssistant: No.",
+            },
             LONG_PAIR,
         ),
         ({"chosen": [Q, {**GOOD, "name": None}], "rejected": [{**Q, "tool_calls": None}, BAD]}, PAIR),
@@ -142,7 +145,10 @@ def test_answers_that_go_on_over_several_turns_keep_what_differs() -> None:
             {"chosen": "The sky is blue", "rejected": "The sky is black"},
             [{"prompt": "The sky is", "text": " blue"}, {"prompt": "The sky is", "text": " black"}],
         ),
-        ({"chosen": f"{HH} So.", "rejected": f"{HH} No."}, [{"prompt": HH, "text": " So."}, {"prompt": HH, "text": " No."}]),
+        (
+            {"chosen": f"{HH} So.", "rejected": f"{HH} No."},
+            [{"prompt": HH, "text": " So."}, {"prompt": HH, "text": " No."}],
+        ),
         ({"chosen": "ab", "rejected": "xy"}, [{"prompt": "", "text": "ab"}, {"prompt": "", "text": "xy"}]),
     ],
 )
@@ -225,7 +231,7 @@ def test_what_cannot_be_compared_is_refused(row: Any, message: str) -> None:
 
 
 def test_a_label_is_true_or_false() -> None:
-    with pytest.raises(MalformedRow, match="`label` is 7. Give true for a desirable answer"):
+    with pytest.raises(MalformedRow, match=r"`label` is 7\. Give true for a desirable answer"):
         _parse({"prompt": "Why?", "completion": "So.", "label": 7}, format="unpaired_preference")
 
 

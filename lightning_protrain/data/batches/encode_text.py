@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from lightning_protrain.data.batches.encode import UNCUT, UNTRAINED, Dropped, Encoded, OnUntrainable, truncate
 from lightning_protrain.data.chat.check_turns import UntrainableError
 from lightning_protrain.data.conversation import Document
+from lightning_protrain.data.sources.dataset import PLAIN_TEXT
 
-FAMILY = "plain text"
 _Ids = NDArray[np.int32]
 
 
@@ -45,7 +45,7 @@ class TextEncoder:
     on_untrainable: OnUntrainable = "drop"
     train_on_inputs: bool = False
     add_eos: bool = True
-    family = FAMILY
+    family = PLAIN_TEXT
 
     def __post_init__(self) -> None:
         if self.add_eos and self.tokenizer.eos_token_id is None:

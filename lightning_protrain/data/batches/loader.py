@@ -84,8 +84,8 @@ class Collator:
     `position_ids`, which restart at 0 in each segment and in the padding. Media tensors of the rows are concatenated
     along the first dimension, and zero-padded in the others.
 
-    The sides of pair `i` are the rows `2 * i` (the chosen one) and `2 * i + 1`. Such batches have `pair_ids`, the number
-    of each pair, and `desirable`, 1 or 0, if answers have labels; both are int64 of shape [pairs].
+    The sides of pair `i` are rows `2 * i`, the chosen one, and `2 * i + 1`. Such batches have `pair_ids`, the number of
+    each pair, and `desirable`, 1 or 0, if answers have labels; both are int64 of shape [pairs].
 
     Attributes:
         pad_token_id: Token id of the padding.

@@ -1,4 +1,4 @@
-"""Groups examples into rows of a batch: one a row, several packed into a row of one length, or two that belong together.
+"""Groups examples: one a row of a batch, several packed into a row of one length, or two that belong together.
 
 A packed row holds several examples, called *segments*, one after the other. The `position_ids` of each segment begin at
 0, and there is no attention mask. For the architectures in `models.loading.PACKING_MODEL_TYPES`, attention keeps

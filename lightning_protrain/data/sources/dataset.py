@@ -20,6 +20,9 @@ from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.tables import Table
 from lightning_protrain.progress import bar
 
+# Family of rows that are written without a chat template.
+PLAIN_TEXT = "plain text"
+
 
 @dataclass(frozen=True)
 class DatasetReport:

@@ -6,11 +6,10 @@ Hugging Face Hub; the names of kinds are those of https://huggingface.co/docs/tr
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -322,9 +321,9 @@ def _parse_completion(row_format: RowFormat, row: Mapping[str, Any], where: str,
 def _parse_response(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Conversation:
     conversation = row_format.conversation(_parse_pair(row_format, row, where), row, where, folder)
     prompt, response = row.get("prompt"), row.get("completion")
-    if isinstance(prompt, str) and isinstance(response, str) and len(conversation["messages"]) == 2:
-        if not any(row.get(key) for key in (*CONTEXTS, "tools")) and "media" not in conversation:
-            conversation["plain"] = {"text": response, "prompt": prompt}
+    are_texts = isinstance(prompt, str) and isinstance(response, str) and len(conversation["messages"]) == 2
+    if are_texts and not any(row.get(key) for key in (*CONTEXTS, "tools")) and "media" not in conversation:
+        conversation["plain"] = {"text": str(response), "prompt": str(prompt)}
     return conversation
 
 
@@ -341,13 +340,13 @@ def _parse_preference(row_format: RowFormat, row: Mapping[str, Any], where: str,
     if prompt is None and all(isinstance(answer, str) for answer in answers):
         return _texts_with_prompt(row_format, answers, where, folder)
     turns = [[{"role": "assistant", "content": it}] if isinstance(it, str) else list(it) for it in answers]
-    shared = len(os.path.commonprefix([[*map(_plain_form, side[:-1])] for side in turns]))
+    shared = _num_equal(*([*map(_without_nulls, side[:-1])] for side in turns))
     if shared and str(turns[0][0].get("role", turns[0][0].get("from"))).lower() not in _ANSWERING:
         prompt, turns = turns[0][:shared], [side[shared:] for side in turns]
     if not prompt:
         raise MalformedRow(
             f"{where}: `{names[0]}` and `{names[1]}` have no prompt: no column has one, and they do not begin with the "
-            "same messages. Name its column with `fields`: {\"prompt\": ...}."
+            'same messages. Name its column with `fields`: {"prompt": ...}.'
         )
     sides = [_side(row_format, (prompt, side), row, where, folder) for side in turns]
     if isinstance(row.get("prompt"), str) and all(isinstance(answer, str) for answer in answers):
@@ -426,7 +425,12 @@ def _without(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in names}
 
 
-def _plain_form(entry: Any) -> Any:
+def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of equal entries with which both begin."""
+    return sum(1 for _ in takewhile(lambda entries: entries[0] == entries[1], zip(first, second, strict=False)))
+
+
+def _without_nulls(entry: Any) -> Any:
     """Return what of a message says that it is the same as another."""
     return {key: value for key, value in entry.items() if value is not None} if isinstance(entry, Mapping) else entry
 
@@ -444,7 +448,7 @@ def _side(
 
 def _texts_with_prompt(row_format: RowFormat, texts: Sequence[Any], where: str, folder: Path) -> Preference:
     """Divide two texts that begin with the same prompt; those in the manner of HH-RLHF are conversations, too."""
-    shared = os.path.commonprefix([*texts])
+    shared = texts[0][: _num_equal(*texts)]
     at = max(shared.rfind(" "), shared.rfind("\n"))
     speakers = [*_HUMAN.finditer(shared)]
     if speakers and all(_HUMAN.match(text) for text in texts):
