@@ -498,11 +498,12 @@ class ChatDataModule(LightningDataModule):
             self._reports["train"], self.settings, self.examples["train"], strict=True
         ):
             names = _SIDES.get(report.unit, ("",))
+            unit = "piece" if report.unit == "document" else report.unit
             kind = self._chats.kinds(settings, isinstance(examples, MediaRows), report.family == PLAIN_TEXT)
             for index in range(min(num * len(names), len(examples))):
                 encoded: Encoded = examples[index]
                 number, side = divmod(index, len(names))
-                title = f"{report.name.rpartition(', ')[0]}, {report.unit} {number + 1}{names[side]}"
+                title = f"{report.name.rpartition(', ')[0]}, {unit} {number + 1}{names[side]}"
                 preview = show(title, self.tokenizer, encoded.input_ids, encoded.trained, kind(encoded.input_ids))
                 if isinstance(examples, MediaRows):
                     preview = replace(preview, thumbnails=examples.thumbnails(index))

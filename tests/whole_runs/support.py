@@ -326,6 +326,8 @@ def furnish(model: Path) -> None:
     Path("data").mkdir()
     for name in ("chats", "manners"):
         Path("data", f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations()))
+    texts = [{"text": " ".join(each["content"] for each in row["messages"])} for row in conversations()]
+    Path("data", "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     roles = {"user": "human", "assistant": "bot"}
     shared = [
         {"conversations": [{"from": roles[each["role"]], "value": each["content"]} for each in row["messages"]]}
