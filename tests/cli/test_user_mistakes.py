@@ -142,7 +142,7 @@ def callbacks(name: str, **arguments: Any) -> list[dict[str, Any]]:
         ),
         ({"data__dataset": {"path": "chats.jsonl", "repeat": "x"}}, "`data.dataset.repeat: x` must be a whole number."),
         ({"data__batch_size": "many"}, "`data.batch_size: many` must be a whole number or auto."),
-        ({"data__packing": "yess"}, "`data.packing: yess` must be true or false."),
+        ({"data__packing": "yess"}, "`data.packing: yess` must be true or false or null."),
         ({"model__betas": [0.9]}, "`model.betas: [0.9]` must be a list of 2."),
         ({"model__learning_rate": "fast"}, "`model.learning_rate: fast` must be a number."),
         ({"trainer__max_steps": "two"}, "`trainer.max_steps: two` must be a whole number."),

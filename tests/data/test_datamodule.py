@@ -218,7 +218,7 @@ def test_a_given_tokenizer_is_used(chats: str, tokenizer: Any, tmp_path: Path) -
 
 def test_a_data_set_that_cannot_be_divided_is_named(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text(json.dumps(conversation("Q", "A")) + "\n")
-    with pytest.raises(ValueError, match=r"one.jsonl': 1 conversation cannot be divided .* or set val_fraction: 0"):
+    with pytest.raises(ValueError, match=r"one.jsonl': 1 row cannot be divided .* or set val_fraction: 0"):
         _data(str(tmp_path / "one.jsonl")).setup("fit")
 
 
