@@ -273,7 +273,7 @@ class ChatDataModule(LightningDataModule):
 
     def pair_count(self, split: str) -> int:
         """Return the number of pairs, or of labelled answers, of a split, after `setup`."""
-        return sum(len(part) for part in self.examples[split]) // 2
+        return sum(len(part) for part in self.examples.get(split, ())) // 2
 
     def pair_batches(self, split: str) -> DataLoader[BatchRow]:
         """Return this rank's share of the pairs of a split, each pair once, in the order of the data."""
