@@ -582,20 +582,22 @@ def _encoded(rows: Sequence[Conversation], encoder: ChatEncoder, name: str) -> I
             part = rows[start : start + _ENCODE_AT_ONCE]
             if any("media" in row for row in part):
                 raise HasMedia
-            try:
-                yield from encoder.encode(part)
-            except ValueError:
-                yield from _one_by_one(rows, start, len(part), encoder)
+            yield from encode_part(part, encoder)
             progress.update(len(part))
 
 
-def _one_by_one(
-    rows: Sequence[Conversation], start: int, size: int, encoder: ChatEncoder
-) -> Iterator[Encoded | UntrainableError]:
-    """Encode rows one at a time, so that only the refused rows give an error."""
-    for number in range(start, start + size):
+def encode_part(rows: Sequence[Conversation], encoder: ChatEncoder) -> list[Encoded | UntrainableError]:
+    """Encode rows together, or one at a time if the encoder refuses them: then only refused rows give an error."""
+    try:
+        return encoder.encode(rows)
+    except ValueError:
+        return list(_one_by_one(rows, encoder))
+
+
+def _one_by_one(rows: Sequence[Conversation], encoder: ChatEncoder) -> Iterator[Encoded | UntrainableError]:
+    for row in rows:
         try:
-            yield from encoder.encode([rows[number]])
+            yield from encoder.encode([row])
         except ValueError as error:
             yield UntrainableError(REFUSED if isinstance(error, WeightsError) else TEMPLATE, str(error))
 

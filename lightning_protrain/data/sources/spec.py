@@ -47,6 +47,8 @@ class DatasetSpec:
         on_malformed: "error" raises for a row that is not a valid conversation; "skip" leaves the row out.
         max_rows: Maximum number of rows of each split, taken from its beginning; None takes all.
         repeat: Number of times that each training row occurs in an epoch.
+        streaming: True reads, encodes and packs training rows while training, and never stores them. `max_rows` is
+            then the maximum number of rows of "validation" and "test", which are read into memory.
         family: See `ChatDataModule` for this and all following attributes. None means the value of the data module.
         chat_template: Chat template of this data set; all data sets share one tokenizer.
         chat_template_kwargs: Further variables of the template.
@@ -75,6 +77,7 @@ class DatasetSpec:
     on_malformed: Literal["error", "skip"] = "error"
     max_rows: int | None = None
     repeat: int = 1
+    streaming: bool = False
     family: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -101,6 +104,15 @@ class DatasetSpec:
             value = getattr(self, key)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{key}={value!r}: give a whole number, at least 1.")
+        if type(self.streaming) is not bool:
+            raise ValueError(f"streaming={self.streaming!r}: give true or false.")
+        if self.streaming and self.repeat > 1:
+            raise ValueError(
+                f"repeat={self.repeat}, but a stream begins again when it ends. Remove `repeat`, or give each data set "
+                "a `weight`."
+            )
+        if self.streaming and self.images_dir is not None:
+            raise ValueError(f"images_dir={self.images_dir!r}, but only text is streamed. Remove `streaming`.")
         for key in self.fields:
             _check_choice("fields", key, (*ROW_FIELDS, *MESSAGE_FIELDS))
         renamed: list[tuple[str, Any]] = [*self.fields.items(), *self.roles.items()]
