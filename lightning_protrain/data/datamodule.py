@@ -30,6 +30,7 @@ from lightning_protrain.data.batches.stream import (
     StreamedData,
     StreamLoader,
     StreamOrder,
+    check_position,
     check_streams,
     full_batch,
     stream_length,
@@ -347,6 +348,7 @@ class ChatDataModule(LightningDataModule):
         """
         saved = state_dict.get("chat_format", {})
         self._state = {key: state_dict[key] for key in state_dict.keys() - {"processor_kwargs", "chat_format", "sizes"}}
+        check_position(self._state, self.streams)
         if "day" in saved:
             for split in self._set_day(saved["day"]):
                 rank_zero_info(f"The chat template writes the date of the run's first start, {self._day}.")

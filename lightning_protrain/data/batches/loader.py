@@ -26,7 +26,7 @@ from lightning_protrain.data.batches.encode import TOKEN_EXTRAS, Encoded
 from lightning_protrain.data.batches.pack import Blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 Batch = dict[str, Tensor]
 # Label of a token that is not in the loss.
 IGNORE_INDEX = -100
@@ -332,7 +332,7 @@ class TrainLoader:
         self.sampler.load_state_dict(state)
 
 
-def accumulation_windows(batches: Iterator[T], rest: EpochRemainder) -> Iterator[deque[T]]:
+def accumulation_windows(batches: Iterator[_T], rest: EpochRemainder) -> Iterator[deque[_T]]:
     """Yield the batches of each accumulation window that is still to be trained, or what is left of the first one.
 
     Args:

@@ -141,6 +141,16 @@ def check_streams(specs: Sequence[DatasetSpec], options: Mapping[str, Any]) -> b
     return True
 
 
+def check_position(state: Mapping[str, Any], streams: bool) -> None:
+    """Raise ValueError if a saved position is one in a stream, and the data is not streamed, or the other way round."""
+    if state.get("position") and ("states" in state) != streams:
+        was, now = ("streamed", "not streamed") if streams is False else ("not streamed", "streamed")
+        raise ValueError(
+            f"The checkpoint has a position in data that was {was}, and in this run the data is {now}. Resume with "
+            f"`streaming: {str(not streams).lower()}`."
+        )
+
+
 def stream_length(trainer: Trainer) -> int:
     """Return the number of batches of a stream that the Trainer counts as an epoch.
 
@@ -182,6 +192,7 @@ class BatchStream(IterableDataset[tuple[Batch, _State]]):
     def __init__(self, data: Sequence[StreamedData], order: StreamOrder, collate: Collator) -> None:
         self.data = data
         self.order = order
+        self.batch_size = order.batch_size
         self.start: _State = {
             "places": [[0, 0, 0] for _ in data],
             "drawn": 0,
@@ -197,12 +208,12 @@ class BatchStream(IterableDataset[tuple[Batch, _State]]):
         return {
             "seed": order.seed,
             "batch_size": order.batch_size,
+            "world_size": order.num_ranks,
             "max_length": order.max_length,
             "packing": order.packing,
-            "data sets": [data.name for data in self.data],
-            "numbers of shards": [len(data.shards) for data in self.data],
+            "num_shards": [len(data.shards) for data in self.data],
             "weights": [_weight(data.spec) for data in self.data],
-            "rows of a window": WINDOW_ROWS,
+            "window_rows": WINDOW_ROWS,
         }
 
     def __iter__(self) -> Iterator[tuple[Batch, _State]]:
@@ -451,7 +462,7 @@ class StreamLoader:
     again. The positions after the latest two batches are kept.
 
     Args:
-        stream: The stream.
+        stream: The stream; the attribute `sampler`, which other loaders have, too.
         trainer: Trainer that determines position, length and accumulation window; None means no end.
         num_workers: 1 makes batches in a process ahead of training; 0 makes them in this process.
         pin_memory: True puts batches into page-locked memory.
@@ -463,7 +474,7 @@ class StreamLoader:
     def __init__(
         self, stream: BatchStream, trainer: Trainer | None = None, num_workers: int = 0, pin_memory: bool = False
     ) -> None:
-        self.stream = stream
+        self.sampler = stream
         self._trainer = trainer
         self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         self._options |= {"prefetch_factor": _AHEAD} if num_workers else {}
@@ -508,8 +519,8 @@ class StreamLoader:
                 f"The position in the stream is saved after {max(self._states)} batches, but the Trainer has completed "
                 f"{trained}. Resume with the checkpoint that the run saved."
             )
-        stream = copy.copy(self.stream)
-        stream.start = self._states.setdefault(trained, self.stream.start)
+        stream = copy.copy(self.sampler)
+        stream.start = self._states.setdefault(trained, self.sampler.start)
         self._position = self._drawn = trained
         self._batches = iter(
             # An iterator draws a seed from this generator; drawing from the global generator would change dropout.
@@ -524,13 +535,13 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of this rank after the latest two batches, and the settings for which they are valid."""
-        order = self.stream.order
+        order = self.sampler.order
         return {
             "position": self._position,
             "num_batches": sys.maxsize,
             "rank": order.rank,
             "num_ranks": order.num_ranks,
-            "settings": self.stream.identity(),
+            "settings": self.sampler.identity(),
             "states": dict(self._states),
         }
 
@@ -550,7 +561,7 @@ class StreamLoader:
         Raises:
             ValueError: If the number of ranks, or a setting, has changed.
         """
-        order = self.stream.order
+        order = self.sampler.order
         if state["num_ranks"] != order.num_ranks:
             raise ValueError(
                 f"The checkpoint has the positions of {plural(state['num_ranks'], 'rank')} in the stream, and this run "
@@ -560,7 +571,7 @@ class StreamLoader:
             state = state["ranks"][order.rank]
         if state["rank"] != order.rank:
             return
-        now = self.stream.identity()
+        now = self.sampler.identity()
         changed = [
             f"{key} was {was!r} and is {now[key]!r}" for key, was in state["settings"].items() if now[key] != was
         ]
@@ -574,11 +585,11 @@ class StreamLoader:
     def close(self) -> list[str]:
         """Stop the worker process; return the counts of each data set as text."""
         self._batches = None
-        order = self.stream.order
+        order = self.sampler.order
         counts = self._states.get(self._position, {}).get("seen", [])
         where = "" if order.num_ranks == 1 else f" on rank {order.rank}"
         return [
-            f"{data.name}{where}: {describe_counts(of)}." for data, of in zip(self.stream.data, counts, strict=False)
+            f"{data.name}{where}: {describe_counts(of)}." for data, of in zip(self.sampler.data, counts, strict=False)
         ]
 
 
