@@ -117,6 +117,8 @@ class ChatDataModule(LightningDataModule):
     _files: torch.Tensor | None = None
     # Folder of the tokenizer that is trained on the data; None before it is needed.
     _trained_folder: Path | None = None
+    # Loader of the training rows; None before it is needed.
+    _loader: TrainLoader | StreamLoader | None = None
 
     def __init__(
         self,
@@ -160,15 +162,7 @@ class ChatDataModule(LightningDataModule):
             raise ValueError(f"new_tokens={new_tokens!r}: give a list of texts, such as ['<|im_start|>'].")
         self.new_tokens: list[str] = list(added)
         self.specs = _specs(dataset)
-        self.streams = check_streams(
-            self.specs,
-            {
-                "tokenizer": tokenizer,
-                "max_length": max_length,
-                "group_by_length": group_by_length,
-                "num_workers": num_workers,
-            },
-        )
+        self.streams = check_streams(self.specs, tokenizer, max_length, group_by_length, num_workers)
         shared: dict[str, Any] = {
             "family": family,
             "chat_template": chat_template,
@@ -205,7 +199,6 @@ class ChatDataModule(LightningDataModule):
         self._dated: set[str] = set()  # Splits with tokens that depend on the date.
         self._tokenizer_digest = ""
         self._chats: ChatEncoders | None = None
-        self._loader: TrainLoader | StreamLoader | None = None
         self._state: dict[str, Any] = {}
 
     def prepare_data(self) -> None:

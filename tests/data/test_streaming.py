@@ -25,7 +25,7 @@ from lightning_protrain.data.batches.loader import Batch, count_trained
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources import load
 from lightning_protrain.data.sources.spec import DatasetSpec
-from lightning_protrain.data.sources.tables import first_rows, open_shard, open_table
+from lightning_protrain.data.sources.tables import ArrowShard, first_rows, open_shard, open_table
 from tests.data.chat_runs import Recorder, _trainer
 from tests.data.conftest import conversation
 from tests.support.machines import CPU
@@ -166,12 +166,37 @@ def test_the_position_is_exact_after_every_batch(shards: str, saved_tokenizer: s
     whole = list(islice(data.train_dataloader(), 50))
     train = data.train_dataloader()
     for number, _ in enumerate(islice(train, 45), 1):
+        assert train.state_dict()["position"] == number
+        if number % 3:
+            continue
         resumed = data.train_dataloader()
-        state = json.loads(json.dumps(train.state_dict(), default=str))
-        assert state["position"] == number
         torch.save(train.state_of_ranks(), "state.pt")
         resumed.load_state_dict(torch.load("state.pt", weights_only=True))
-        assert equal(list(islice(resumed, 5)), whole[number : number + 5])
+        assert equal(list(islice(resumed, 4)), whole[number : number + 4])
+
+
+def test_sizes_are_planned_without_reading_rows(
+    parquet: str, saved_tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = ready(parquet, saved_tokenizer, batch_size="auto", packing=True)
+    monkeypatch.setattr(ArrowShard, "raws", None)
+    assert data.open_sizes() == {"batch_size": (1, stream.MOST_ROWS)}
+    data.try_size("batch_size", 7)
+    batch = data.largest_batch()
+    assert {tensor.shape for name, tensor in batch.items() if name != "trained_tokens"} == {(7, 64)}
+    assert (batch["position_ids"] == 0).sum(1).tolist() == [2] * 7
+    assert int(batch["trained_tokens"]) == count_trained([batch]) == 7 * 62
+    data.take_size("batch_size", 3)
+    assert (data.batch_size, data.longest_row(), data.open_sizes()) == (3, 64, {})
+
+
+def test_the_preview_shows_the_first_rows(parquet: str, saved_tokenizer: str) -> None:
+    data = streamed(parquet, saved_tokenizer)
+    assert [shown.title.split(", ")[-1] for shown in data.show(2)] == ["conversation 1", "conversation 2"]
+    (report,) = data.reports
+    assert report.name.endswith("first rows of train")
+    assert report.num_kept == 5
+    assert len(data.end_ids) == 1
 
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES[:3], [NUM_ROWS]])
@@ -208,7 +233,7 @@ def test_data_sets_with_weights_are_interleaved(tmp_path: Path, saved_tokenizer:
     for spec, weight in zip(specs, (3, 1), strict=True):
         object.__setattr__(spec, "weight", weight)
     data = ready(specs, saved_tokenizer)
-    whole = list(islice(data.train_dataloader(), 220))
+    whole = list(islice(data.train_dataloader(), 130))
     counts = numbers(data, whole)
     assert {number // 1000 for number in counts} == {0, 1}
     assert 0.7 < sum(count for number, count in counts.items() if number < 1000) / counts.total() < 0.8
@@ -357,10 +382,10 @@ def test_a_batch_that_failed_is_trained_again(
     whole, failing, resumed = Recorder(), FailingRecorder(), Recorder()
     _trainer(**options).fit(whole, datamodule=streamed(parquet, saved_tokenizer))
     failing.fails_at = fails_at
-    trainer = _trainer(**options, callbacks=[ModelCheckpoint(tmp_path, save_on_exception=True)])
+    trainer = _trainer(**options, callbacks=[ModelCheckpoint(tmp_path / "saved", save_on_exception=True)])
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit(failing, datamodule=streamed(parquet, saved_tokenizer))
-    (file,) = tmp_path.glob("*.ckpt")
+    (file,) = (tmp_path / "saved").glob("*.ckpt")
     _trainer(**options).fit(resumed, datamodule=streamed(parquet, saved_tokenizer), ckpt_path=file)
     (left,), (seen,) = [whole.seen[0][fails_at:]], resumed.seen
     assert [batch["input_ids"].tolist() for batch in seen] == [batch["input_ids"].tolist() for batch in left]
@@ -377,10 +402,10 @@ def test_a_resumed_run_may_be_longer(
     """An epoch of the Trainer may also be a number of batches."""
     whole, first, second = Recorder(), Recorder(), Recorder()
     _trainer(**{"max_steps": 20, **options}).fit(whole, datamodule=streamed(parquet, saved_tokenizer, num_workers=1))
-    saving = saver(tmp_path, every_n_train_steps=7)
+    saving = saver(tmp_path / "saved", every_n_train_steps=7)
     _trainer(max_steps=7, **options, callbacks=[saving]).fit(first, datamodule=streamed(parquet, saved_tokenizer))
-    (file,) = tmp_path.glob("*.ckpt")
-    resuming = saver(tmp_path) if saver is ProTrainCheckpoint else []
+    (file,) = (tmp_path / "saved").glob("*.ckpt")
+    resuming = saver(tmp_path / "saved") if saver is ProTrainCheckpoint else []
     _trainer(max_steps=20, **options, callbacks=resuming).fit(
         second, datamodule=streamed(parquet, saved_tokenizer), ckpt_path=file
     )
@@ -389,7 +414,7 @@ def test_a_resumed_run_may_be_longer(
     assert len(batches[0]) == 20
 
 
-def test_a_changed_stream_is_refused(parquet: str, saved_tokenizer: str, tmp_path: Path) -> None:
+def test_a_changed_stream_is_refused(parquet: str, saved_tokenizer: str) -> None:
     data = ready(parquet, saved_tokenizer)
     train = data.train_dataloader()
     next(iter(train))
@@ -399,6 +424,16 @@ def test_a_changed_stream_is_refused(parquet: str, saved_tokenizer: str, tmp_pat
         other.train_dataloader().load_state_dict(state)
     with pytest.raises(ValueError, match="positions of 2 ranks in the stream, and this run has 1"):
         data.train_dataloader().load_state_dict({**state, "num_ranks": 2})
+    with pytest.raises(ValueError, match=r"with `streaming: false`, and this run has `streaming: true`"):
+        data.load_state_dict({"position": 3, "num_batches": 5})
+    with pytest.raises(ValueError, match="has no rows for rank 1 of 2"):
+        _rank_without_rows(data)
+
+
+def _rank_without_rows(data: ChatDataModule) -> None:
+    only = replace(data._stream().data[0], shards=data._stream().data[0].shards[3:])
+    order = stream.StreamOrder(4, 64, rank=1, num_ranks=2)
+    next(iter(stream.BatchStream([only], order, data._collator("train"))))
 
 
 def fit_twice(rank: int, world_size: int, path: str, tokenizer: str, folder: Path, saver: Any) -> bool:

@@ -47,7 +47,7 @@ from lightning_protrain.data.sources.tables import Shard
 
 # A window ends after this number of rows, or of tokens if rows are long.
 WINDOW_ROWS = DEFAULT_WINDOW
-WINDOW_TOKENS = 2**24
+WINDOW_TOKENS = 2**22
 # Greatest batch size that `batch_size: auto` tries, rows.
 MOST_ROWS = 4096
 _ENCODE_AT_ONCE = 512
@@ -104,12 +104,10 @@ class StreamOrder:
     num_ranks: int = 1
 
 
-def check_streams(specs: Sequence[DatasetSpec], options: Mapping[str, Any]) -> bool:
-    """Return True if the data sets are streamed.
-
-    Args:
-        specs: All data sets.
-        options: Arguments of `ChatDataModule` by name.
+def check_streams(
+    specs: Sequence[DatasetSpec], tokenizer: str | None, max_length: int | str, group_by_length: bool, num_workers: int
+) -> bool:
+    """Return True if the data sets are streamed; the arguments are those of `ChatDataModule`.
 
     Raises:
         ValueError: If only some data sets are streamed, several are streamed without weights, or an option needs all
@@ -127,27 +125,28 @@ def check_streams(specs: Sequence[DatasetSpec], options: Mapping[str, Any]) -> b
             f"{name} with {plural(len(specs) - 1, 'other data set')}: give each a `weight`, such as 0.5, because the "
             "numbers of their rows are unknown."
         )
-    if options["tokenizer"] is None:
+    if tokenizer is None:
         raise ValueError(f"{name}, so no tokenizer can be trained on its rows. Give `tokenizer`.")
-    if options["max_length"] == "auto":
+    if max_length == "auto":
         raise ValueError(f'{name}, so its longest row is unknown. Give a number in place of max_length="auto".')
-    if options["group_by_length"]:
+    if group_by_length:
         raise ValueError(f"{name}, so its rows cannot be sorted by length. Remove group_by_length, or set packing.")
-    if options["num_workers"] > 1:
+    if num_workers > 1:
         raise ValueError(
-            f"{name}: one process of each rank reads it, and num_workers is {options['num_workers']}. Give "
-            "num_workers: 1 to read ahead of training, or 0."
+            f"{name}: one process of each rank reads it, and num_workers is {num_workers}. Give num_workers: 1 to read "
+            "ahead of training, or 0."
         )
     return True
 
 
 def check_position(state: Mapping[str, Any], streams: bool) -> None:
     """Raise ValueError if a saved position is one in a stream, and the data is not streamed, or the other way round."""
-    if state.get("position") and ("states" in state) != streams:
-        was, now = ("streamed", "not streamed") if streams is False else ("not streamed", "streamed")
+    was = "states" in state
+    if state.get("position") and was != streams:
+        now, saved = (str(it).lower() for it in (streams, was))
         raise ValueError(
-            f"The checkpoint has a position in data that was {was}, and in this run the data is {now}. Resume with "
-            f"`streaming: {str(not streams).lower()}`."
+            f"The checkpoint has a position in data with `streaming: {saved}`, and this run has `streaming: {now}`. "
+            "Resume with the former."
         )
 
 
@@ -160,10 +159,10 @@ def stream_length(trainer: Trainer) -> int:
         ValueError: If the Trainer has no `max_steps`, or repeats batches.
     """
     limit = trainer.limit_train_batches
-    if trainer.overfit_batches:
+    repeated = trainer.overfit_batches  # type: ignore[attr-defined]
+    if repeated:
         raise ValueError(
-            f"overfit_batches={trainer.overfit_batches} repeats batches, but a stream goes on. Set `streaming: false` "
-            "with `max_rows`."
+            f"overfit_batches={repeated} repeats batches, but a stream goes on. Set `streaming: false` with `max_rows`."
         )
     if trainer.max_steps >= 0:
         return trainer.max_steps * trainer.accumulate_grad_batches
