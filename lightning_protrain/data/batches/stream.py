@@ -257,11 +257,12 @@ class _RankRows:
     def __init__(self, data: StreamedData, number: int, order: StreamOrder, place: list[int]) -> None:
         self.place = place
         self._data = data
+        self._order = order
         self._seed = [order.seed, number]
-        # As in `datasets.distributed.split_dataset_by_node`: shards are divided if all ranks get equally many.
+        # As in `datasets.distributed.split_dataset_by_node`: divide shards if all ranks get equally many, else rows.
         divides = len(data.shards) % order.num_ranks == 0
         self._numbers = range(len(data.shards))[order.rank :: order.num_ranks] if divides else range(len(data.shards))
-        self._rank, self._num_ranks = (0, 1) if divides else (order.rank, order.num_ranks)
+        self._every = 1 if divides else order.num_ranks
 
     def __iter__(self) -> Iterator[tuple[str, Shard, Any] | None]:
         """Yield name, shard and undecoded form of each row."""
@@ -274,15 +275,15 @@ class _RankRows:
                 shard = self._data.shards[number]
                 for row, raw in enumerate(shard.raws(start), start):
                     self.place[:] = epoch, position, row + 1
-                    if (row + number) % self._num_ranks == self._rank:
+                    if (row + number - self._order.rank) % self._every == 0:
                         any_rows = True
                         yield shard.where(row), shard, raw
                 self.place[:] = epoch, position + 1, 0
                 start = 0
             if not any_rows:
                 raise ValueError(
-                    f"{self._data.name} has no rows for rank {self._rank} of {self._num_ranks}. Give more data, or "
-                    "train on fewer devices."
+                    f"{self._data.name} has no rows for rank {self._order.rank} of {self._order.num_ranks}. Give more "
+                    "data, or train on fewer devices."
                 )
             self.place[:] = epoch + 1, 0, 0
             if epoch == 0:
@@ -347,8 +348,8 @@ class _WindowReader:
         self._window += 1
         self._in_vain = 0 if examples else self._in_vain + (ends or len(self._data) > 1)
         if self._in_vain > 1:
-            counts = ", ".join(f"{self._data[n].name}: {self._told(n)}" for n in range(len(self._data)))
-            raise ValueError(f"A whole pass over the stream had nothing to train on ({counts}).")
+            told = (f"{part.name}: {describe_counts(of)}" for part, of in zip(self._data, self._counts, strict=True))
+            raise ValueError(f"{WINDOW_ROWS} rows or a whole epoch had nothing to train on. {', '.join(told)}.")
         return examples
 
     def _draw(self, count: int) -> tuple[list[tuple[int, str, Conversation | None]], bool]:
@@ -408,9 +409,6 @@ class _WindowReader:
         if reason not in self._warned:
             self._warned.add(reason)
             rank_zero_warn(f"Left out a row of {self._data[number].name}, and all further rows that are so: {message}")
-
-    def _told(self, number: int) -> str:
-        return describe_counts(self._counts[number])
 
 
 def flatten(result: Encoded | Sequence[Encoded]) -> Sequence[Encoded]:
