@@ -25,6 +25,17 @@ from lightning_protrain.data.batches.media_rows import MediaRows, media_rows
 from lightning_protrain.data.batches.pack import Blocks, pack, pair_blocks, single_blocks
 from lightning_protrain.data.batches.preview import PreviewedConversation, show
 from lightning_protrain.data.batches.sampler import EpochSampler, ShareSampler
+from lightning_protrain.data.batches.stream import (
+    MOST_ROWS,
+    BatchStream,
+    StreamedData,
+    StreamLoader,
+    StreamOrder,
+    check_position,
+    check_streams,
+    full_batch,
+    stream_length,
+)
 from lightning_protrain.data.batches.token_cache import (
     CACHE_DIR,
     keep_tokens,
@@ -38,7 +49,6 @@ from lightning_protrain.data.batches.tokenizer import (
     load_tokenizer,
     pack_files,
 )
-from lightning_protrain.data.chat.mask import TrainOn, TrainOnEos
 from lightning_protrain.data.chat.pipeline import ChatEncoders, ChatSettings
 from lightning_protrain.data.sources.dataset import PLAIN_TEXT, DatasetReport
 from lightning_protrain.data.sources.load import Source, missing_files
@@ -115,6 +125,8 @@ class ChatDataModule(LightningDataModule):
     _files: torch.Tensor | None = None
     # Folder of the tokenizer that is trained on the data; None before it is needed.
     _trained_folder: Path | None = None
+    # Loader of the training rows; None before it is needed.
+    _loader: TrainLoader | StreamLoader | None = None
 
     def __init__(
         self,
@@ -130,8 +142,8 @@ class ChatDataModule(LightningDataModule):
         processor_kwargs: dict[str, Any] | None = None,
         train_on_inputs: bool = False,
         roles_to_train: list[str] | None = None,
-        train_on_eos: TrainOnEos = "turn",
-        train_on: TrainOn = "all",
+        train_on_eos: Literal["turn", "all", "last", "none"] = "turn",
+        train_on: Literal["all", "last_turn"] = "all",
         train_thinking: bool = True,
         role_boundaries: list[dict[str, Any]] | None = None,
         on_untrainable: OnUntrainable = "drop",
@@ -156,6 +168,7 @@ class ChatDataModule(LightningDataModule):
             raise ValueError(f"val_fraction={val_fraction}: give a share from 0 to below 1; 0 trains on all rows.")
         self.new_tokens = _checked_tokens(new_tokens)
         self.specs = _specs(dataset)
+        self.streams = check_streams(self.specs, tokenizer, max_length, group_by_length, num_workers)
         shared: dict[str, Any] = {
             "family": family,
             "chat_template": chat_template,
@@ -193,7 +206,6 @@ class ChatDataModule(LightningDataModule):
         self._dated: set[str] = set()  # Splits with tokens that depend on the date.
         self._tokenizer_digest = ""
         self._chats: ChatEncoders | None = None
-        self._loader: TrainLoader | None = None
         self._state: dict[str, Any] = {}
 
     def prepare_data(self) -> None:
@@ -217,6 +229,8 @@ class ChatDataModule(LightningDataModule):
         self._reopen(stage)
         if stage == "fit" and self.trainer is not None:
             self._refuse_open()
+            if self.streams:
+                stream_length(self.trainer)
         day = self._load_chats().date.day
         if getattr(self.trainer, "datamodule", None) is self:  # At midnight, ranks may have different dates.
             assert self.trainer is not None
@@ -224,7 +238,7 @@ class ChatDataModule(LightningDataModule):
         self._set_day(day)
         self._encode_stage(stage)
 
-    def train_dataloader(self) -> TrainLoader:
+    def train_dataloader(self) -> TrainLoader | StreamLoader:
         """Return a loader that resumes at the present batch; its order depends only on seed and epoch.
 
         Raises:
@@ -232,26 +246,48 @@ class ChatDataModule(LightningDataModule):
         """
         self._refuse_open()
         rank, world_size = self._place
-        sampler = EpochSampler(
-            self._blocks("train"),
-            self.batch_size,
-            seed=self.seed,
-            group_by_length=self.group_by_length,
-            rank=rank,
-            world_size=world_size,
-        )
-        self._loader = TrainLoader(
-            self._joined("train"),
-            sampler,
-            self._collator("train"),
-            num_workers=self.num_workers,
-            pin_memory=self._pins,
-            trainer=self.trainer,
-        )
+        if self.streams:
+            self._loader = StreamLoader(self._stream(), self.trainer, self.num_workers, self._pins)
+        else:
+            sampler = EpochSampler(
+                self._blocks("train"),
+                self.batch_size,
+                seed=self.seed,
+                group_by_length=self.group_by_length,
+                rank=rank,
+                world_size=world_size,
+            )
+            self._loader = TrainLoader(
+                self._joined("train"),
+                sampler,
+                self._collator("train"),
+                num_workers=self.num_workers,
+                pin_memory=self._pins,
+                trainer=self.trainer,
+            )
         if self._state:
             self._loader.load_state_dict(self._state)
             self._state = {}
         return self._loader
+
+    def teardown(self, stage: str) -> None:
+        """Tell how many rows of a stream were read and left out."""
+        if stage == "fit" and isinstance(self._loader, StreamLoader):
+            for counts in self._loader.close():
+                rank_zero_info(counts)
+
+    def _stream(self) -> BatchStream:
+        assert self._chats is not None, "setup comes first"
+        data = [
+            StreamedData(source.spec, source.shards, source.row_format, self._chats.row_encoder(settings, row), row)
+            for source, settings in zip(self._sources, self.settings, strict=True)
+            for row in source.first_rows[:1]
+        ]
+        return BatchStream(data, self._stream_order, self._collator("train"))
+
+    @property
+    def _stream_order(self) -> StreamOrder:
+        return StreamOrder(self.batch_size, self.max_length, self.packs, self.seed, *self._place)
 
     @property
     def reports(self) -> list[DatasetReport]:
@@ -316,7 +352,9 @@ class ChatDataModule(LightningDataModule):
         The format is complete, because the tokenizer's folder may change or be removed: the files of tokenizer and
         processor, the tokens that end what the assistant says, and the date that templates write.
         """
-        state = self._state if self._loader is None else self._loader.state_dict()
+        loader = self._loader
+        state = self._state if loader is None else loader.state_dict()
+        state = loader.state_of_ranks() if isinstance(loader, StreamLoader) else state
         if self.processor_kwargs:
             state = {**state, "processor_kwargs": self.processor_kwargs}
         state = {**state, "sizes": {name: getattr(self, name) for name in _SIZES if name not in self._open}}
@@ -335,6 +373,7 @@ class ChatDataModule(LightningDataModule):
         """
         saved = state_dict.get("chat_format", {})
         self._state = {key: state_dict[key] for key in state_dict.keys() - {"processor_kwargs", "chat_format", "sizes"}}
+        check_position(self._state, self.streams)
         if "day" in saved:
             for split in self._set_day(saved["day"]):
                 rank_zero_info(f"The chat template writes the date of the run's first start, {self._day}.")
@@ -358,7 +397,11 @@ class ChatDataModule(LightningDataModule):
 
         The batch has the longest training row, and the rows with the most image, audio and video tokens. Without such
         tokens, it has the longest rows and the shortest row: the padding of the shortest row makes models save masks.
+        For a stream, it has `batch_size` rows of `max_length` tokens.
         """
+        if self.streams:
+            batch = full_batch(self.examples["train"][0][0].input_ids, self._stream_order, self._collator("train"))
+            return {**batch, "trained_tokens": torch.tensor(count_trained([batch]))}
         blocks = self._blocks("train")
         count = min(self.batch_size, -(-len(blocks) // self._place[1]))
         media = np.concatenate([_num_media(part) for part in self.examples["train"]])[blocks.examples]
@@ -381,9 +424,10 @@ class ChatDataModule(LightningDataModule):
         the only length.
         """
         longest = self._longest("train")
+        most = MOST_ROWS if self.streams else -(-len(self._blocks("train")) // self._place[1])
         sizes = {
             "max_length": (longest if self.rows_with_media() else 1, longest),
-            "batch_size": (1, -(-len(self._blocks("train")) // self._place[1])),
+            "batch_size": (1, most),
         }
         return {name: sizes[name] for name in self._open}
 
@@ -452,6 +496,8 @@ class ChatDataModule(LightningDataModule):
         return self._longest(*self.examples)
 
     def _longest(self, *splits: str) -> int:
+        if self.streams and "train" in splits:
+            return self.max_length
         parts: Any = chain.from_iterable(self.examples[split] for split in splits)
         return Collator(0, self.max_length).padded(max((int(part.lengths.max(initial=0)) for part in parts), default=0))
 
@@ -594,7 +640,9 @@ class ChatDataModule(LightningDataModule):
 
     def _has(self, source: Source, split: str) -> bool:
         """Return True if a data set has a split, or the split is made of its other rows."""
-        return split in source.tables or "validation" in source.tables or self.val_fraction > 0
+        if self.streams and split == "train":
+            return True
+        return split in source.tables or "validation" in source.tables or (self.val_fraction > 0 and not self.streams)
 
     def _encode(self, index: int, split: str, texts_only: bool) -> tuple[Sequence[Encoded], DatasetReport]:
         """Load a split of a data set from the cache, or tokenize and cache it.
@@ -609,23 +657,30 @@ class ChatDataModule(LightningDataModule):
         """
         assert self._chats is not None
         source, settings = self._sources[index], self.settings[index]
-        name = f"{source.spec.label}, {split}"
+        streamed = self.streams and split == "train"  # Then only the first rows are read, to check them.
+        name = f"{source.spec.label}, {'first rows of ' if streamed else ''}{split}"
         # Most templates write no date; their tokens are valid on every day.
-        for is_dated in (False, True):
+        for is_dated in () if streamed else (False, True):
             cached = load_tokens(self._token_folder(source, settings, split, is_dated))
             if cached is not None:
                 self._dated |= {split} if is_dated else set()
                 return cached[0], replace(cached[1], name=name)
-        rows = source.with_all_splits(self.val_fraction, self.seed)[split]
+        rows = source.first_rows if streamed else source.with_all_splits(self.val_fraction, self.seed)[split]
         examples: Sequence[Encoded]
         encoder = self._chats.row_encoder(settings, rows[0])
         self._chats.date.was_read = False
         try:
             examples, report = encode_rows(rows, encoder, name)
         except HasMedia:
+            if streamed:
+                raise ValueError(f"{name}: images, audio and video are not streamed. Set `streaming: false`.") from None
             if texts_only:
                 raise
             examples, report = media_rows(rows, self._chats.media_encoder(settings), name)
+        if streamed and report.unit in _SIDES:
+            raise ValueError(
+                f"{source.spec.label!r} has {report.unit}s, which are not streamed. Set `streaming: false`."
+            )
         if split == "train" and rows.malformed.count:
             report = replace(
                 report,
@@ -634,7 +689,7 @@ class ChatDataModule(LightningDataModule):
             )
         is_dated = self._chats.date.was_read
         self._dated |= {split} if is_dated else set()
-        if isinstance(examples, EncodedRows):
+        if isinstance(examples, EncodedRows) and not streamed:
             examples = keep_tokens(self._token_folder(source, settings, split, is_dated), examples, report)
         return examples, report
 

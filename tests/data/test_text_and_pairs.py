@@ -333,3 +333,34 @@ def test_text_and_chats_are_trained_together(chatty: str, chats: str, tmp_path: 
     assert (data.objective, data.packs) == ("tokens", False)
     assert [report.unit for report in data.reports] == ["conversation", "document"]
     assert np.isin([_tokenizer(data).eos_token_id], data.end_ids)
+
+
+# Streams
+
+
+def test_a_stream_of_text_is_packed_and_every_token_is_trained(plain: str, tmp_path: Path) -> None:
+    spec = {"path": _write(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS]), "streaming": True}
+    data = _data(spec, plain, tmp_path)
+    assert data.packs
+    ids = [[*_tokenizer(data)(text)["input_ids"], _tokenizer(data).eos_token_id] for text in TEXTS]
+    expected = Counter(token for document in ids for token in document[1:])
+    trained: Counter[int] = Counter()
+    for batch in data.train_dataloader():
+        assert "position_ids" in batch
+        trained += Counter(batch["labels"][batch["labels"] != -100].tolist())
+        if trained.total() >= expected.total():
+            break
+    assert trained == expected
+
+
+def test_streams_of_pairs_are_refused(chatty: str, tmp_path: Path) -> None:
+    spec = {"path": _write(tmp_path / "a.jsonl", PAIRS), "streaming": True}
+    with pytest.raises(ValueError, match=r"a.jsonl' has pairs, which are not streamed"):
+        _data(spec, chatty, tmp_path)
+
+
+def test_a_row_of_another_kind_in_a_stream_is_refused_by_its_name(plain: str, tmp_path: Path) -> None:
+    rows = [*({"text": text} for text in TEXTS * 3), {"prompt": "a", "completion": "b"}]
+    data = _data({"path": _write(tmp_path / "a.jsonl", rows), "streaming": True, "format": "auto"}, plain, tmp_path)
+    with pytest.raises(ValueError, match=r"a.jsonl, row 90: a conversation, and the first row of the stream is a doc"):
+        next(iter(data.train_dataloader()))

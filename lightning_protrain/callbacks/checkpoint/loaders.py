@@ -97,7 +97,7 @@ class ResumableLoader(CombinedLoader):
         if self._ahead is not None and self._drawn > self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             positions, ahead = self._ahead
         return {
-            "lengths": [sized_len(loader) for loader in self.flattened],
+            "lengths": list(map(_length, self.flattened)),
             "begun": self._begun,
             "generators": self._generator_states(),
             "positions": positions,
@@ -116,7 +116,7 @@ class ResumableLoader(CombinedLoader):
         self._may_end = not same or "moved" in saved  # The length depends on the number of ranks.
         if self._may_end:
             return
-        lengths = [sized_len(loader) for loader in self.flattened]
+        lengths = list(map(_length, self.flattened))
         changed = [(was, now) for was, now in zip(saved.get("lengths", ()), lengths, strict=False) if was != now]
         if changed:
             raise ValueError(
@@ -262,6 +262,11 @@ class ResumableLoader(CombinedLoader):
     def _set_generators(self, states: list[Any]) -> None:
         for generator, state in zip(self._generators(), states, strict=False):
             generator.set_state(state)
+
+
+def _length(loader: Any) -> int | None:
+    """Return the number of batches of an epoch; None for a stream, whose epoch the Trainer may lengthen."""
+    return None if getattr(loader, "is_stream", False) else sized_len(loader)
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -648,8 +648,13 @@ def _encoded(rows: Sequence[Any], encoder: RowEncoder, name: str) -> Iterator[Re
             part = rows[start : start + _ENCODE_AT_ONCE]
             if any("media" in row for row in part):
                 raise HasMedia
-            yield from _encode_judged(part, encoder) if "sides" in part[0] else _encode_all(part, encoder)
+            yield from encode_part(part, encoder)
             progress.update(len(part))
+
+
+def encode_part(rows: Sequence[Any], encoder: RowEncoder) -> Iterator[Result]:
+    """Yield the result for each row of some rows of one kind, which are encoded together."""
+    yield from _encode_judged(rows, encoder) if "sides" in rows[0] else _encode_all(rows, encoder)
 
 
 def _encode_all(rows: Sequence[Any], encoder: RowEncoder) -> list[Result]:

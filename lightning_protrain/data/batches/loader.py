@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from lightning_protrain.data.batches.encode import TOKEN_EXTRAS, Encoded
 from lightning_protrain.data.batches.pack import Blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 
+_T = TypeVar("_T")
 Batch = dict[str, Tensor]
 # Label of a token that is not in the loss.
 IGNORE_INDEX = -100
@@ -312,15 +313,10 @@ class TrainLoader:
         rest = self._remainder()
         self.sampler.epoch, self.sampler.position = rest.epoch, rest.start
         self._upcoming[:] = self.sampler.batches(rest.epoch)[rest.start : rest.stop]
-        batches = iter(self._loader)
-        index = rest.start
-        while index < rest.stop:
-            window_stop = min(rest.stop, index - index % rest.accumulate + rest.accumulate)
-            window = deque(islice(batches, window_stop - index))
+        for window in accumulation_windows(iter(self._loader), rest):
             count = count_trained(window)
             while window:
-                index += 1
-                self.sampler.position = index
+                self.sampler.position += 1
                 yield {**window.popleft(), "trained_tokens": torch.tensor(count)}
 
     def _remainder(self) -> EpochRemainder:
@@ -350,6 +346,20 @@ class TrainLoader:
             ValueError: If `state` is within an epoch, and data or settings have changed since it was saved.
         """
         self.sampler.load_state_dict(state)
+
+
+def accumulation_windows(batches: Iterator[_T], rest: EpochRemainder) -> Iterator[deque[_T]]:
+    """Yield the batches of each accumulation window that is still to be trained, or what is left of the first one.
+
+    Args:
+        batches: The batches from `rest.start` on.
+        rest: The batches of the epoch that are still to be trained.
+    """
+    index = rest.start
+    while index < rest.stop:
+        stop = min(rest.stop, index - index % rest.accumulate + rest.accumulate)
+        yield deque(islice(batches, stop - index))
+        index = stop
 
 
 def count_trained(window: Sequence[Batch]) -> int:

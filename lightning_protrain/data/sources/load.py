@@ -13,7 +13,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,20 @@ from lightning_protrain.data.hub import hub_file, hub_refusals, is_path, nearest
 from lightning_protrain.data.sources.dataset import ConversationRows, read_rows
 from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
-from lightning_protrain.data.sources.tables import SUFFIXES, ArrowTable, RowList, Table, open_table
+from lightning_protrain.data.sources.tables import (
+    SUFFIXES,
+    ArrowShard,
+    ArrowTable,
+    RowList,
+    Shard,
+    Table,
+    first_rows,
+    open_shard,
+    open_table,
+)
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict
+    from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 
 MIN_DOCSTRINGS = 100
@@ -133,7 +143,11 @@ SPLITS = ("train", "validation", "test")
 _SPLIT_NAMES = {**{name: name for name in SPLITS}, **dict.fromkeys(("valid", "val", "dev"), "validation")}
 _GLOB = re.compile(r"[*?\[]")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_Tables = dict[str, list[Table]]
+# A file that is not open yet, or a part of a data set that `datasets` has opened.
+_Part = Path | Shard
+_Parts = Mapping[str, Sequence[_Part]]
+# Number of rows at the beginning of a stream that are checked before training.
+FIRST_ROWS = 64
 
 
 class Source:
@@ -156,30 +170,45 @@ class Source:
         self._trained_roles = _trained_roles(self.spec, trained_roles)
 
     @cached_property
-    def tables(self) -> _Tables:
-        """Unchecked rows of each split: "train", and "validation" and "test" if the data set has them."""
-        tables = _tables(self.spec)
+    def _parts(self) -> dict[str, Sequence[_Part]]:
+        """Files or opened parts of each split: "train", and "validation" and "test" if the data set has them."""
+        return dict(_find_parts(self.spec))
+
+    @cached_property
+    def tables(self) -> dict[str, list[Table]]:
+        """Unchecked rows of each split in `_parts`, but not "train" if it is streamed."""
+        splits = self._parts.keys() - ({"train"} if self.spec.streaming else set())
+        tables = {split: _open(self._parts[split], self.spec.max_rows) for split in SPLITS if split in splits}
         if self.spec.images_dir is None:
             return tables
         folder = Path(self.spec.images_dir).expanduser()
         return {split: _below(parts, folder) for split, parts in tables.items()}
 
     @cached_property
+    def shards(self) -> list[Shard]:
+        """Unchecked rows of "train" to be read in order."""
+        return [open_shard(part) if isinstance(part, Path) else part for part in self._parts["train"]]
+
+    @cached_property
+    def row_format(self) -> RowFormat:
+        """Converter of rows into the common form."""
+        return RowFormat(self.spec.format, self.spec.fields, self.spec.roles, self._trained_roles)
+
+    @cached_property
     def splits(self) -> dict[str, ConversationRows]:
         """Checked rows of each split in `tables`."""
-        spec = self.spec
-        row_format = RowFormat(spec.format, spec.fields, spec.roles, self._trained_roles)
         return {
-            split: read_rows(
-                self.tables[split],
-                row_format,
-                f"{spec.label!r}, split {split}",
-                on_malformed=spec.on_malformed,
-                max_rows=spec.max_rows,
-            )
-            for split in SPLITS
-            if split in self.tables
+            split: self._read(self.tables[split], split, self.spec.max_rows) for split in SPLITS if split in self.tables
         }
+
+    @cached_property
+    def first_rows(self) -> ConversationRows:
+        """Checked first rows of a stream."""
+        return self._read(first_rows(self.shards, FIRST_ROWS), "train", FIRST_ROWS)
+
+    def _read(self, tables: Sequence[Table], split: str, max_rows: int | None) -> ConversationRows:
+        name = f"{self.spec.label!r}, split {split}"
+        return read_rows(tables, self.row_format, name, on_malformed=self.spec.on_malformed, max_rows=max_rows)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -192,7 +221,7 @@ class Source:
     def with_all_splits(self, val_fraction: float, seed: int) -> dict[str, ConversationRows]:
         """Return the rows of "train", and of "validation" and "test" unless there are none.
 
-        A missing "validation" is taken out of "train". A missing "test" equals "validation".
+        A missing "validation" is taken out of "train", unless that is streamed. A missing "test" equals "validation".
 
         Args:
             val_fraction: Fraction of "train" that becomes "validation"; 0 takes none.
@@ -202,7 +231,7 @@ class Source:
             ValueError: If "train" has fewer than two rows and must be divided.
         """
         splits = dict(self.splits)
-        if "validation" not in splits and val_fraction > 0:
+        if "validation" not in splits and val_fraction > 0 and not self.spec.streaming:
             try:
                 train, validation = split_indices(len(splits["train"]), val_fraction, seed)
             except ValueError as error:
@@ -251,8 +280,15 @@ def _below(tables: Iterable[Table], folder: Path) -> list[Table]:
     return changed
 
 
-def _tables(spec: DatasetSpec) -> _Tables:
-    """Open the tables of all splits of a data set."""
+def _open(parts: Iterable[_Part], max_rows: int | None) -> list[Table]:
+    """Open files; read streamed parts into memory."""
+    opened = [open_table(part) if isinstance(part, Path) else part for part in parts]
+    tables = [part for part in opened if isinstance(part, Table)]
+    return tables if len(tables) == len(opened) else first_rows(opened, max_rows)
+
+
+def _find_parts(spec: DatasetSpec) -> _Parts:
+    """Return the files, or the opened parts, of all splits of a data set."""
     if isinstance(spec.path, str) and _is_on_hub(spec.path):
         return _hub_splits(spec)
     for key in ("name", "revision"):
@@ -260,14 +296,14 @@ def _tables(spec: DatasetSpec) -> _Tables:
         if value is not None:
             raise ValueError(f"{key}={value!r} is for data sets of the Hub, not {spec.paths[0]!r}. Remove it.")
     if not isinstance(spec.path, str):
-        return _only_train(spec, [open_table(file) for path in spec.paths for file in _named_files(path)])
+        return _only_train(spec, [file for path in spec.paths for file in _named_files(path)])
     if spec.path == "stdlib":
         return _only_train(spec, [RowList(list(stdlib_conversations(max_rows=spec.max_rows)), "stdlib", Path())])
     path = Path(spec.path).expanduser()
     if path.is_dir():
         return _choose(_folder_splits(path), spec.split, spec.path)
     if path.is_file() and path.suffix in SUFFIXES:
-        return _only_train(spec, [open_table(path)])
+        return _only_train(spec, [path])
     if _GLOB.search(spec.path):
         return _choose(_file_splits(_named_files(spec.path), _root(path), spec.path), spec.split, spec.path)
     raise _nothing_there(spec.path)
@@ -302,10 +338,10 @@ def _nothing_there(name: str) -> ValueError:
     )
 
 
-def _only_train(spec: DatasetSpec, tables: list[Table]) -> _Tables:
+def _only_train(spec: DatasetSpec, parts: Sequence[_Part]) -> _Parts:
     if spec.split is not None:
         raise ValueError(f"split={spec.split!r}, but {spec.label!r} has no splits: all of it is trained on. Remove it.")
-    return {"train": tables}
+    return {"train": parts}
 
 
 def _named_files(path: str) -> list[Path]:
@@ -325,8 +361,8 @@ def missing_files(spec: DatasetSpec) -> list[str]:
     return [path for path in paths if is_path(path) and not glob(str(Path(path).expanduser()), recursive=True)]
 
 
-def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
-    """Open a folder: one written by `save_to_disk`, or one with data files of one suffix."""
+def _folder_splits(folder: Path) -> _Parts:
+    """Return the parts of a folder: one written by `save_to_disk`, or one with data files of one suffix."""
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _saved_splits(folder)
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
@@ -344,7 +380,7 @@ def _folder_splits(folder: Path) -> Mapping[str, list[Table]]:
     return _file_splits([path for path in files if path.suffix in kinds], folder, str(folder))
 
 
-def _saved_splits(folder: Path) -> Mapping[str, list[Table]]:
+def _saved_splits(folder: Path) -> _Parts:
     from datasets import load_from_disk
     from datasets.exceptions import DatasetsError
 
@@ -355,9 +391,25 @@ def _saved_splits(folder: Path) -> Mapping[str, list[Table]]:
     return _loaded_splits(loaded, str(folder), folder)
 
 
-def _loaded_splits(loaded: Dataset | DatasetDict, name: str, folder: Path) -> Mapping[str, list[Table]]:
+def _loaded_splits(loaded: Dataset | DatasetDict, name: str, folder: Path) -> _Parts:
     splits = loaded if isinstance(loaded, dict) else {"train": loaded}
     return {split: [ArrowTable(rows, f"{name}, split {split}", folder)] for split, rows in splits.items()}
+
+
+def _streamed_splits(loaded: IterableDataset | IterableDatasetDict, name: str, split: str) -> _Parts:
+    """Return the shards of each split; `split` is the name of the only one."""
+    splits = loaded if isinstance(loaded, dict) else {split: loaded}
+    return {
+        split: [
+            ArrowShard(
+                partial(rows.shard, num_shards=rows.num_shards, index=index),
+                f"{name}, split {split}, shard {index}",
+                Path(),
+            )
+            for index in range(rows.num_shards)
+        ]
+        for split, rows in splits.items()
+    }
 
 
 def _root(path: Path) -> Path:
@@ -365,8 +417,8 @@ def _root(path: Path) -> Path:
     return next(parent for parent in path.parents if not _GLOB.search(str(parent)))
 
 
-def _file_splits(files: Sequence[Path], root: Path, name: str) -> Mapping[str, list[Table]]:
-    """Open files and assign them to splits by the names of files and folders below `root`.
+def _file_splits(files: Sequence[Path], root: Path, name: str) -> _Parts:
+    """Assign files to splits by the names of files and folders below `root`.
 
     All files belong to "train" if no name contains the name of a split.
     """
@@ -377,8 +429,7 @@ def _file_splits(files: Sequence[Path], root: Path, name: str) -> Mapping[str, l
         raise ValueError(
             f"{name}: {splits[None][0]} names no split, but others do. Rename it, or give a list of files."
         )
-    named = {split or "train": paths for split, paths in splits.items()}
-    return {split: [open_table(path) for path in paths] for split, paths in named.items()}
+    return {split or "train": paths for split, paths in splits.items()}
 
 
 def _split_of(path: Path) -> str | None:
@@ -389,7 +440,7 @@ def _split_of(path: Path) -> str | None:
     return None
 
 
-def _hub_splits(spec: DatasetSpec) -> _Tables:
+def _hub_splits(spec: DatasetSpec) -> _Parts:
     from datasets import config, load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -397,6 +448,7 @@ def _hub_splits(spec: DatasetSpec) -> _Tables:
     wait_for_hub()
     config.HF_HUB_OFFLINE = is_offline_mode()  # `datasets` copies the flag when it is imported
     options: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
+    options |= {"streaming": True} if spec.streaming else {}
     # `datasets` itself parses a string, because it may name a part of a split, such as "train[:1%]".
     split = spec.split if isinstance(spec.split, str) else None
     with hub_refusals(spec.path, "dataset"):
@@ -408,12 +460,15 @@ def _hub_splits(spec: DatasetSpec) -> _Tables:
             raise ValueError(
                 f"The data set {spec.label!r} of the Hugging Face Hub cannot be read: {reason}."
             ) from error
+    if spec.streaming:
+        streamed = _streamed_splits(loaded, spec.label, str(split))
+        return _choose(streamed, spec.split, spec.path)
     if split is not None:
         return {"train": [ArrowTable(loaded, f"{spec.label}, split {split}", Path())]}
     return _choose(_loaded_splits(loaded, spec.label, Path()), spec.split, spec.path)
 
 
-def _choose(splits: Mapping[str, list[Table]], wanted: str | dict[str, str] | None, name: str) -> _Tables:
+def _choose(splits: _Parts, wanted: str | dict[str, str] | None, name: str) -> _Parts:
     """Choose splits and rename them to "train", "validation" and "test".
 
     Args:

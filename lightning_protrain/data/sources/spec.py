@@ -56,6 +56,8 @@ class DatasetSpec:
         weight: Share of this data set in the training rows of an epoch, relative to the other weights; 0 leaves it
             out. In an epoch, every row of the others occurs at least once, and rows of small data sets are repeated.
             None: no data set has a weight, and every row occurs `repeat` times.
+        streaming: True reads, encodes and packs training rows while training, and never stores them. `max_rows` is
+            then the maximum number of rows of "validation" and "test", which are read into memory.
         family: See `ChatDataModule` for this and all following attributes. None means the value of the data module.
         chat_template: Chat template of this data set; all data sets share one tokenizer.
         chat_template_kwargs: Further variables of the template.
@@ -86,6 +88,7 @@ class DatasetSpec:
     max_rows: int | None = None
     repeat: int = 1
     weight: float | None = None
+    streaming: bool = False
     family: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -117,6 +120,15 @@ class DatasetSpec:
             raise ValueError(f"weight={self.weight!r}: give a number that is not negative, such as 0.3.")
         if self.weight is not None and self.repeat > 1:
             raise ValueError(f"weight={self.weight} and repeat={self.repeat} both say how often rows occur: give one.")
+        if type(self.streaming) is not bool:
+            raise ValueError(f"streaming={self.streaming!r}: give true or false.")
+        if self.streaming and self.repeat > 1:
+            raise ValueError(
+                f"repeat={self.repeat}, but a stream begins again when it ends. Remove `repeat`, or give each data set "
+                "a `weight`."
+            )
+        if self.streaming and self.images_dir is not None:
+            raise ValueError(f"images_dir={self.images_dir!r}, but only text is streamed. Remove `streaming`.")
         for key in self.fields:
             _check_choice("fields", key, (*ROW_FIELDS, *MESSAGE_FIELDS))
         renamed: list[tuple[str, Any]] = [*self.fields.items(), *self.roles.items()]

@@ -1,12 +1,14 @@
-"""Reads rows of files and of Hugging Face data sets one at a time, by row number."""
+"""Reads rows of files and of Hugging Face data sets one at a time, by row number or in order."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_protrain.data.conversation import MalformedRow, fingerprint
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
@@ -26,8 +28,8 @@ _READ_AT_ONCE = 1000
 _Decoder = Callable[[Any, str], Any]
 
 
-class Table(ABC):
-    """Rows of a file or data set.
+class Shard(ABC):
+    """Rows of a file or of a part of a data set, which can be read in order.
 
     Attributes:
         folder: Folder to which relative paths in the rows refer.
@@ -36,23 +38,27 @@ class Table(ABC):
     folder: Path
 
     @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
     def where(self, index: int) -> str:
         """Return the name of row `index` for messages, such as its file and line."""
 
     @abstractmethod
-    def raw(self, index: int) -> Any:
-        """Return row `index` before decoding."""
-
-    @abstractmethod
-    def raws(self) -> Iterator[Any]:
-        """Yield all rows in order, before decoding."""
+    def raws(self, start: int = 0) -> Iterator[Any]:
+        """Yield the rows from number `start` on, in order, before decoding."""
 
     @abstractmethod
     def decode(self, raw: Any, where: str) -> Any:
-        """Decode a row that `raw` returned; raise MalformedRow if that fails. `where` is the name of the row."""
+        """Decode a row that `raws` yielded; raise MalformedRow if that fails. `where` is the name of the row."""
+
+
+class Table(Shard):
+    """Rows that can also be read by number."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def raw(self, index: int) -> Any:
+        """Return row `index` before decoding."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -64,30 +70,35 @@ class JsonLines(Table):
 
     Args:
         path: The file, in UTF-8, with or without a byte order mark.
+        indexed: False does not look for the lines, so that the rows can only be read in order.
 
     Raises:
         ValueError: If the file is empty, is not in UTF-8, or holds a JSON array.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, indexed: bool = True) -> None:
         self.path = path
         self.folder = path.parent
+        self._indexed = indexed
         starts: list[int] = []
         numbers: list[int] = []
-        position, line = 0, b""
+        position = 0
         _refuse_empty(path)
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.removeprefix(_BOM).strip():
                     if not starts:
                         _check_first_line(line, path)
+                    if not indexed:
+                        break
                     starts.append(position)
                     numbers.append(number)
                 position += len(line)
+            lines.seek(-1, os.SEEK_END)
+            # A last line without a line break may be truncated: the program that wrote it may have been interrupted.
+            self._open_end = lines.read() != b"\n"
         self._starts = np.asarray([*starts, position], dtype=np.int64)
         self._numbers = np.asarray(numbers, dtype=np.int64)
-        # A last line without a line break may be truncated: the program that wrote it may have been interrupted.
-        self._open_end = not line.endswith(b"\n")
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_mapped"}
@@ -96,7 +107,7 @@ class JsonLines(Table):
         return len(self._numbers)
 
     def where(self, index: int) -> str:
-        return f"{self.path}, line {self._numbers[index]}"
+        return f"{self.path}, {f'line {self._numbers[index]}' if self._indexed else f'row {index}'}"
 
     def raw(self, index: int) -> bytes:
         # Empty lines before the next row are included: JSON ignores them as whitespace.
@@ -106,9 +117,9 @@ class JsonLines(Table):
     def _mapped(self) -> NDArray[np.uint8]:
         return np.memmap(self.path, np.uint8, mode="r")
 
-    def raws(self) -> Iterator[bytes]:
+    def raws(self, start: int = 0) -> Iterator[bytes]:
         with self.path.open("rb") as lines:
-            yield from (line for line in lines if line.removeprefix(_BOM).strip())
+            yield from islice((line for line in lines if line.removeprefix(_BOM).strip()), start, None)
 
     def fingerprint(self) -> str:
         with self.path.open("rb") as file:
@@ -193,8 +204,8 @@ class RowList(Table):
     def raw(self, index: int) -> Any:
         return self.rows[index]
 
-    def raws(self) -> Iterator[Any]:
-        return iter(self.rows)
+    def raws(self, start: int = 0) -> Iterator[Any]:
+        return islice(self.rows, start, None)
 
     def decode(self, raw: Any, where: str) -> Any:
         return _checked_text(raw, None, where) if self._escapes else raw
@@ -204,7 +215,7 @@ class RowList(Table):
 
 
 class ArrowTable(Table):
-    """Rows of a memory-mapped `datasets.Dataset`; images are not decoded.
+    """Rows of a memory-mapped `datasets.Dataset`, or of an `IterableDataset`; images are not decoded.
 
     Keys with null values are removed: Arrow gives each struct the keys of all rows.
 
@@ -214,11 +225,12 @@ class ArrowTable(Table):
         folder: Folder to which relative paths in the rows refer.
     """
 
-    def __init__(self, dataset: Dataset, name: str, folder: Path) -> None:
-        self.dataset = dataset.with_format("arrow")
+    def __init__(self, dataset: Dataset | IterableDataset, name: str, folder: Path) -> None:
+        self.dataset: Any = dataset.with_format("arrow")
         self.name = name
         self.folder = folder
-        self._json = {key: decoder for key, feature in dataset.features.items() if (decoder := _json_decoder(feature))}
+        features = dataset.features or {}  # Those of a stream may be unknown.
+        self._json = {key: decoder for key, feature in features.items() if (decoder := _json_decoder(feature))}
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -230,8 +242,9 @@ class ArrowTable(Table):
         row: dict[str, Any] = self.dataset[int(index)].to_pylist()[0]
         return row
 
-    def raws(self) -> Iterator[dict[str, Any]]:
-        for batch in self.dataset.iter(_READ_AT_ONCE):
+    def raws(self, start: int = 0) -> Iterator[dict[str, Any]]:
+        dataset = self.dataset.skip(start) if start else self.dataset
+        for batch in dataset.iter(_READ_AT_ONCE):
             yield from batch.to_pylist()
 
     def fingerprint(self) -> str:
@@ -242,6 +255,87 @@ class ArrowTable(Table):
             key: self._json[key](value, where) if key in self._json else _without_nulls(value)
             for key, value in raw.items()
         }
+
+
+class ArrowShard(Shard):
+    """A shard of a data set that is read when it is needed, and never stored.
+
+    Args:
+        load: Returns the `datasets.IterableDataset` of the shard.
+        name: Name of the shard, for messages.
+        folder: Folder to which relative paths in the rows refer.
+    """
+
+    def __init__(self, load: Callable[[], IterableDataset], name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self._load = load
+
+    @cached_property
+    def _table(self) -> ArrowTable:
+        return ArrowTable(self._load(), self.name, self.folder)
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {index}"
+
+    def raws(self, start: int = 0) -> Iterator[dict[str, Any]]:
+        from datasets.exceptions import DatasetsError
+
+        try:
+            yield from self._table.raws(start)
+        except (DatasetsError, OSError, ValueError) as error:
+            why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
+            raise ValueError(
+                f"{self.name} cannot be read: {why}. Correct the file, or resume from the last checkpoint if the "
+                "network has failed."
+            ) from error
+
+    def decode(self, raw: dict[str, Any], where: str) -> dict[str, Any]:
+        return self._table.decode(raw, where)
+
+
+class TableHead(Table):
+    """The first rows of a shard, in memory.
+
+    Args:
+        shard: The shard.
+        count: Maximum number of rows; None takes all.
+    """
+
+    def __init__(self, shard: Shard, count: int | None) -> None:
+        self.folder = shard.folder
+        self._shard = shard
+        self._rows = list(islice(shard.raws(), count))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def where(self, index: int) -> str:
+        return self._shard.where(index)
+
+    def raw(self, index: int) -> Any:
+        return self._rows[index]
+
+    def raws(self, start: int = 0) -> Iterator[Any]:
+        return islice(self._rows, start, None)
+
+    def decode(self, raw: Any, where: str) -> Any:
+        return self._shard.decode(raw, where)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(self._rows).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def first_rows(shards: Iterable[Shard], count: int | None) -> list[Table]:
+    """Read the first rows of shards into memory, at most `count` in total; None reads all."""
+    heads: list[Table] = []
+    for shard in shards:
+        heads.append(TableHead(shard, count))
+        if count is not None:
+            count -= len(heads[-1])
+            if count == 0:
+                break
+    return heads
 
 
 def _without_nulls(value: Any) -> Any:
@@ -283,6 +377,26 @@ def _decode_struct(inner: dict[str, _Decoder], value: Any, where: str) -> Any:
         for key, item in value.items()
         if item is not None
     }
+
+
+def open_shard(path: Path) -> Shard:
+    """Open a file to read its rows in order, without reading or storing them first.
+
+    Raises:
+        ValueError: As in `open_table`.
+    """
+    if path.suffix == ".jsonl":
+        return JsonLines(path, indexed=False)
+    if path.suffix != ".parquet":
+        return open_table(path)
+    _refuse_empty(path)
+    return ArrowShard(partial(_stream_parquet, path), str(path), path.parent)
+
+
+def _stream_parquet(path: Path) -> IterableDataset:
+    from datasets import Dataset
+
+    return Dataset.from_parquet(str(path), streaming=True)
 
 
 def open_table(path: Path) -> Table:
