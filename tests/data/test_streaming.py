@@ -237,7 +237,7 @@ def test_data_sets_with_weights_are_interleaved(tmp_path: Path, saved_tokenizer:
     whole = list(islice(data.train_dataloader(), 90))
     counts = numbers(data, whole)
     assert {number // 1000 for number in counts} == {0, 1}
-    assert 0.7 < sum(count for number, count in counts.items() if number < 1000) / counts.total() < 0.8
+    assert 0.65 < sum(count for number, count in counts.items() if number < 1000) / counts.total() < 0.85
     train, resumed = data.train_dataloader(), data.train_dataloader()
     list(islice(train, 70))
     resumed.load_state_dict(train.state_of_ranks())
