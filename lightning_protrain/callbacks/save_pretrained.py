@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_protrain.config import DTYPES, plural
 from lightning_protrain.models.lora import save_model
+from lightning_protrain.models.model_card import facts_of_run, warning_of_cards, write_card
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, master_of
 from lightning_protrain.trainer_events import CopyableCallback
 
@@ -91,7 +92,7 @@ class SavePretrained(CopyableCallback):
         for dirpath in self._dirpaths:
             try:
                 with _in_dtype(pl_module.model, self.dtype, states):
-                    _write(trainer, pl_module.model, dirpath)
+                    _write(trainer, pl_module, dirpath)
             except (OSError, SafetensorError) as error:
                 message = f"SavePretrained could not write the trained model to {dirpath!r}: {error}."
                 if dirpath != self._dirpaths[-1]:
@@ -177,17 +178,19 @@ def _in_dtype(model: Any, dtype: str | None, states: _States) -> Iterator[None]:
             layer._parameters[name] = weight
 
 
-def _write(trainer: Trainer, model: Any, dirpath: str) -> None:
+def _write(trainer: Trainer, module: Any, dirpath: str) -> None:
     partial = Path(f"{dirpath}.partial")
     if partial.exists():  # left by a run that was killed while it wrote
         shutil.rmtree(partial)
     try:
         datamodule = getattr(trainer, "datamodule", None)
-        save_model(model, partial, getattr(datamodule, "end_ids", ()))
+        save_model(module.model, partial, getattr(datamodule, "end_ids", ()))
         for name in ("tokenizer", "processor"):
             save = getattr(getattr(datamodule, name, None), "save_pretrained", None)
             if callable(save):
                 save(partial)
+        with warning_of_cards():
+            write_card(partial, Path(dirpath).absolute().name, module.model, facts_of_run(trainer, module))
         os.rename(partial, dirpath)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
