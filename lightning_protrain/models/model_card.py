@@ -66,7 +66,8 @@ def facts_of_run(trainer: Trainer, module: Any) -> TrainingFacts:
     settings, data = dict(module.hparams), getattr(trainer, "datamodule", None)
     base = settings.get("model") or (None if settings.get("config") else module.model.config.name_or_path or None)
     loop = trainer.fit_loop
-    progress, num_batches = loop.epoch_loop.batch_progress.current, loop.max_batches
+    progress: Any = loop.epoch_loop.batch_progress.current
+    num_batches = loop.max_batches
     # Without a length, there are infinitely many batches in an epoch.
     epochs = loop.epoch_progress.current.ready - 1 + progress.processed / num_batches if num_batches else 0.0
     sizes = {name: getattr(data, name, None) for name in ("batch_size", "max_length", "packing")}
