@@ -137,9 +137,9 @@ class ChatSession:
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with torch.inference_mode():
             output = self.model.generate(**inputs, streamer=streamer)
-        said: str = self.tokenizer.decode(output[0, count:], skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": said})
-        return said
+        reply: str = self.tokenizer.decode(output[0, count:], skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": reply})
+        return reply
 
     def _inputs(self, text: str) -> Any:
         """Return the tokens of the conversation with the generation prompt, or of the text without a chat template."""
@@ -219,7 +219,10 @@ def _base_named_in(file: str) -> str:
     Raises:
         ValueError: If there is none, or it has moved.
     """
-    base = json.loads(Path(file).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    try:
+        base = json.loads(Path(file).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: it has no `base_model_name_or_path`. Copy it again.") from error
     then = f"write its folder, GGUF file or name on the Hugging Face Hub as `base_model_name_or_path` into {file}."
     if not base:
         raise ValueError(f"The adapters do not name their base model: {then}")

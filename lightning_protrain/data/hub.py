@@ -170,7 +170,7 @@ def file_names(name: str) -> list[str]:
 # Errors of the Hub, of the network and of the disk. The base class is that of all errors of the HTTP library.
 HUB_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
 # Errors of a push. A lookup fails in an answer of a server that is not the Hub.
-PUSH_ERRORS = (*HUB_ERRORS, LookupError)
+PUSH_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, LookupError)
 _NOUNS = {"model": "model", "dataset": "data set"}
 _WRITING = (errno.EACCES, errno.EPERM, errno.EROFS)
 

@@ -121,7 +121,7 @@ def test_the_code_of_a_card_runs(
 
 def test_names_on_the_hub_are_metadata_and_paths_are_not(folders: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders / "base")
-    facts = TrainingFacts("owner/model", ("owner/data", "stdlib", "/home/me/rows.jsonl"), rows={"a|b": "c|d"})
+    facts = TrainingFacts("owner/model", ("owner/data", "stdlib", "/data/rows.jsonl"), rows={"a|b": "c|d"})
     write_card(tmp_path, "me/mine", model, facts)
     data = _metadata(tmp_path)
     assert (data["base_model"], data["datasets"]) == ("owner/model", ["owner/data"])

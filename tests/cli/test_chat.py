@@ -141,8 +141,8 @@ def test_an_answer_ends_at_a_saved_end_of_turn(folders: Path, tmp_path: Path, an
     file.write_text(
         json.dumps({"eos_token_id": [end, ids[length - 1]], "temperature": 0.6, "top_p": 0.9, "do_sample": True})
     )
-    said = answer(tmp_path / "ending", PROMPT, "--max-new-tokens", 12)
-    assert said == tokenizer.decode(ids[:length], skip_special_tokens=True)
+    reply = answer(tmp_path / "ending", PROMPT, "--max-new-tokens", 12)
+    assert reply == tokenizer.decode(ids[:length], skip_special_tokens=True)
 
 
 def test_a_model_without_a_chat_template_continues_the_text(folders: Path, tmp_path: Path, answer: Answer) -> None:
@@ -185,6 +185,7 @@ def _naming(adapters: Path, target: Path, base: str | None) -> Path:
         (["{empty}", "Hi"], "has no model (config.json), no adapters (adapter_config.json) and no checkpoint."),
         (["{mute}", "Hi"], "There is no tokenizer in"),
         (["{gone}", "Hi"], "The base model of the adapters is no longer in '/gone/base': put it back, or write its"),
+        (["{damaged}", "Hi"], "is damaged: it has no `base_model_name_or_path`. Copy it again."),
         (["{nameless}", "Hi"], "The adapters do not name their base model: write its folder, GGUF file or name on"),
         (["{weightless}", "Hi"], "There is no adapter_model.safetensors in"),
         (["{other}", "Hi"], "do not fit their base model"),
@@ -195,11 +196,14 @@ def test_what_cannot_answer_is_refused_in_one_sentence(
     arguments: list[str], message: str, folders: Path, adapters: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
+    damaged = _without(adapters, tmp_path / "damaged", "adapter_config")
+    (damaged / "adapter_config.json").write_text("{")
     other: Any = AutoModelForCausalLM.from_pretrained(folders / "whole")
     config = type(other.config)(**{**other.config.to_dict(), "hidden_size": 32})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
     places = {
         "whole": folders / "whole",
+        "damaged": damaged,
         "empty": tmp_path / "empty",
         "mute": _without(folders / "whole", tmp_path / "mute", "tokenizer_config"),
         "weightless": _without(adapters, tmp_path / "weightless", "adapter_model"),
