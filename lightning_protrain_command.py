@@ -34,6 +34,7 @@ COMMANDS = {
     "consolidate": "write a checkpoint as a stock .ckpt file that any Trainer resumes from",
     "export": "write the model in a checkpoint as transformers reads it, or its adapters as PEFT reads them",
     "merge": "add the adapters in a checkpoint to the model that they adapt, and write it as transformers reads it",
+    "chat": "answer a prompt with a saved model or adapters, or with the model in a checkpoint",
     "env": "print versions, machine, limits and settings, for a report of a bug",
 }
 

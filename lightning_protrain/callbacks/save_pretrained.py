@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_protrain.config import DTYPES, plural
+from lightning_protrain.data.hub import PUSH_ERRORS, is_path, prepare_push, push, why_not_pushed
+from lightning_protrain.distributed.failures import failing_together
 from lightning_protrain.models.lora import save_model
+from lightning_protrain.models.model_card import facts_of_run, warning_of_cards, write_card
+from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, master_of
 from lightning_protrain.trainer_events import CopyableCallback
 
@@ -39,21 +43,37 @@ class SavePretrained(CopyableCallback):
         fallback_dirpath: Folder on another disk, which is used if `dirpath` cannot be written; None means no fallback.
         dtype: Dtype to cast weights to, with host memory for them: `"float32"` (of SplitAdamW, the masters),
             `"bfloat16"` or `"float16"`; None keeps them.
+        push_to_hub: True uploads the folder to the Hugging Face Hub, where a repository is created before training. If
+            the upload fails, a warning has the command that repeats it.
+        hub_model_id: Name of the repository; None means the name of the folder, in the user's namespace.
+        hub_private_repo: True makes a new repository private; None leaves that to the owner's settings.
 
     Raises:
-        ValueError: The dtype is unknown; or, before training, a folder exists already or cannot be created, or the
-            module has no `model` that can be saved.
+        ValueError: The dtype is unknown; or, before training, a folder exists already or cannot be created, the
+            module has no `model` that can be saved, or the Hub does not let this process write to the repository.
         OSError: After training, if neither folder can be written; the message names the newest checkpoint.
     """
 
     needs_whole_weights = True  # On one rank, at the end of a run.
 
-    def __init__(self, dirpath: str, fallback_dirpath: str | None = None, dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        dirpath: str,
+        fallback_dirpath: str | None = None,
+        dtype: str | None = None,
+        push_to_hub: bool = False,
+        hub_model_id: str | None = None,
+        hub_private_repo: bool | None = None,
+    ) -> None:
         if dtype not in (None, *DTYPES):
             raise ValueError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}.")
         self.dirpath = os.path.expanduser(dirpath)
         self.fallback_dirpath = None if fallback_dirpath is None else os.path.expanduser(fallback_dirpath)
         self.dtype = dtype
+        self.push_to_hub = push_to_hub
+        self.hub_model_id = hub_model_id
+        self.hub_private_repo = hub_private_repo
+        self._repository: str | None = None  # Name on the Hub with its owner, on rank 0; None if nothing is pushed.
         self._is_due = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -78,6 +98,20 @@ class SavePretrained(CopyableCallback):
                         f"SavePretrained cannot write to {dirpath!r}: {error.strerror}. Give a folder that this "
                         "process may write to."
                     ) from error
+        if self.push_to_hub:
+            with failing_together("Checking that the model can be pushed"):
+                self._prepare_push(trainer, pl_module.model)
+
+    def _prepare_push(self, trainer: Trainer, model: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._repository = prepare_push(self.hub_model_id or Path(self.dirpath).absolute().name, self.hub_private_repo)
+        base = getattr(model, "name_or_path", "") if hasattr(model, "peft_config") else ""
+        if base and is_path(base):
+            rank_zero_warn(
+                f"The adapters on the Hub will name their base model as {base!r}, which is only on this host. Give "
+                "`model` as a name on the Hub, or push what `lightning-protrain merge` writes."
+            )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the folder on rank 0."""
@@ -91,7 +125,7 @@ class SavePretrained(CopyableCallback):
         for dirpath in self._dirpaths:
             try:
                 with _in_dtype(pl_module.model, self.dtype, states):
-                    _write(trainer, pl_module.model, dirpath)
+                    _write(trainer, pl_module, dirpath, self._repository or Path(dirpath).absolute().name)
             except (OSError, SafetensorError) as error:
                 message = f"SavePretrained could not write the trained model to {dirpath!r}: {error}."
                 if dirpath != self._dirpaths[-1]:
@@ -99,6 +133,8 @@ class SavePretrained(CopyableCallback):
                     continue
                 raise OSError(f"{message} {_rescue(trainer, dirpath)}") from error
             rank_zero_info(f"The trained model is in {dirpath}.")
+            if self._repository is not None:
+                _push(dirpath, self._repository)
             return
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -177,20 +213,36 @@ def _in_dtype(model: Any, dtype: str | None, states: _States) -> Iterator[None]:
             layer._parameters[name] = weight
 
 
-def _write(trainer: Trainer, model: Any, dirpath: str) -> None:
+def _write(trainer: Trainer, module: Any, dirpath: str, name: str) -> None:
     partial = Path(f"{dirpath}.partial")
     if partial.exists():  # left by a run that was killed while it wrote
         shutil.rmtree(partial)
     try:
         datamodule = getattr(trainer, "datamodule", None)
-        save_model(model, partial, getattr(datamodule, "end_ids", ()))
-        for name in ("tokenizer", "processor"):
-            save = getattr(getattr(datamodule, name, None), "save_pretrained", None)
+        save_model(module.model, partial, getattr(datamodule, "end_ids", ()))
+        for part in ("tokenizer", "processor"):
+            save = getattr(getattr(datamodule, part, None), "save_pretrained", None)
             if callable(save):
                 save(partial)
+        with warning_of_cards():
+            write_card(partial, name, module.model, facts_of_run(trainer, module))
         os.rename(partial, dirpath)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _push(dirpath: str, name: str) -> None:
+    """Upload a folder; warn if that fails, because the model is on disk."""
+    try:
+        with waiting(f"Pushing {dirpath} to {name}"):
+            push(dirpath, name)
+    except PUSH_ERRORS as error:
+        rank_zero_warn(
+            f"The trained model in {dirpath!r} is not pushed: {why_not_pushed(error)}. Push it with `hf upload {name} "
+            f"{shlex.quote(dirpath)} .`."
+        )
+        return
+    rank_zero_info(f"The trained model is on the Hub as {name}.")
 
 
 def _rescue(trainer: Trainer, dirpath: str) -> str:

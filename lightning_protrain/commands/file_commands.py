@@ -1,4 +1,4 @@
-"""Commands on files, which need no config, such as `lightning-protrain inspect` and `export`."""
+"""Commands on files, which need no config, such as `lightning-protrain inspect`, `export` and `chat`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from safetensors import SafetensorError
 
 from lightning_protrain.checkpoint import consolidation, discover, inspection
 from lightning_protrain.commands import environment
+from lightning_protrain.commands.chat_command import add_chat_options, chat
 from lightning_protrain.commands.mistakes import sentence
 from lightning_protrain.config import DTYPES, RaisingParser
 from lightning_protrain.models import export
 from lightning_protrain.models.float32_masters import to_float32
 
-FILE_COMMANDS = ("inspect", "consolidate", "export", "merge", "env")
+FILE_COMMANDS = ("inspect", "consolidate", "export", "merge", "chat", "env")
 
 
 def file_command(arguments: Sequence[str]) -> int:
@@ -52,10 +53,16 @@ def file_command(arguments: Sequence[str]) -> int:
             "--dtype", choices=DTYPES, help="dtype to cast to; float32: the masters; default: as trained"
         )
     command.add_argument("--adapter", type=Path, help="a second new folder, for the adapters alone in PEFT's format")
+    talk = commands.add_parser("chat")
+    add_chat_options(talk)
+    talk.add_argument("--take", choices=("last", "best"), default="last", help=take)
     commands.add_parser("env")
     options = parser.parse_args(arguments)
     if options.command == "env":
         sys.stdout.write(f"{environment.describe()}\n")
+        return 0
+    if options.command == "chat":
+        chat(options)
         return 0
     name = "path" if options.command == "inspect" else "checkpoint"
     folder: Path = discover.pointed(getattr(options, name)) or getattr(options, name)

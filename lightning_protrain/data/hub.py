@@ -1,5 +1,7 @@
 """Decides which names are looked up on the Hugging Face Hub, limits the wait for it, and explains its errors.
 
+It also pushes folders to the Hub.
+
 A name that looks like a path is never looked up on the Hub: without a network, the retries take half a minute. The
 process first checks whether the Hub answers within SECONDS. If the Hub does not answer, the process works offline from
 then on, as with HF_HUB_OFFLINE.
@@ -19,7 +21,15 @@ from threading import Thread
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from huggingface_hub import HfApi, constants, get_token, hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub import (
+    CommitOperationAdd,
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     DisabledRepoError,
     EntryNotFoundError,
@@ -27,6 +37,7 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -158,6 +169,8 @@ def file_names(name: str) -> list[str]:
 
 # Errors of the Hub, of the network and of the disk. The base class is that of all errors of the HTTP library.
 HUB_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
+# Errors of a push. A lookup fails in an answer of a server that is not the Hub.
+PUSH_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, LookupError)
 _NOUNS = {"model": "model", "dataset": "data set"}
 _WRITING = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -182,11 +195,7 @@ def hub_refusals(name: str, kind: str = "model", known: Iterable[str] = ()) -> I
 
 def _reason(name: str, error: BaseException, kind: str, known: Iterable[str]) -> str | None:
     """Return one sentence on the error of the Hub, the network or the disk among the causes of an error, or None."""
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
+    chain = _causes(error)
     for link in chain:
         if isinstance(link, HfHubHTTPError) and not isinstance(link, EntryNotFoundError):
             return _answer(name, link, kind, known)
@@ -216,15 +225,23 @@ def _reason(name: str, error: BaseException, kind: str, known: Iterable[str]) ->
     )
 
 
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain
+
+
 def _is_of_http(error: BaseException) -> bool:
     return isinstance(error, HUB_ERRORS[-1]) and not isinstance(error, HfHubHTTPError)
 
 
 def _answer(name: str, error: HfHubHTTPError, kind: str, known: Iterable[str]) -> str:
     """Return one sentence on an error that the Hub has answered with."""
-    status = error.response.status_code
-    text = " ".join((error.server_message or "").split()).rstrip(".")
-    answer = f"{status}, {text}" if text else str(status)
+    status, text, answer = _status(error)
     page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
     if isinstance(error, GatedRepoError):
         return f"{name!r} is gated: ask for access on {page}, and log in with `hf auth login` (the Hub says: {answer})."
@@ -252,6 +269,80 @@ def _answer(name: str, error: HfHubHTTPError, kind: str, known: Iterable[str]) -
     if status == 403:
         return f"Your token may not read {name!r} ({answer}): give it access to {page} in its settings."
     return f"The Hugging Face Hub fails with status {answer}, so {name!r} cannot be loaded: try again later."
+
+
+def _status(error: HfHubHTTPError) -> tuple[int, str, str]:
+    """Return the status of an answer, its text, and both together."""
+    status = error.response.status_code
+    text = " ".join((error.server_message or "").split()).rstrip(".")
+    return status, text, f"{status}, {text}" if text else str(status)
+
+
+def prepare_push(repository: str, private: bool | None = None) -> str:
+    """Create the repository of a model unless it exists, and check that this process may write to it.
+
+    Args:
+        repository: Name on the Hub; without an owner, it is the user's.
+        private: True makes a new repository private; None leaves that to the owner's settings.
+
+    Returns:
+        The name with its owner.
+
+    Raises:
+        ValueError: If the Hub cannot be reached, or refuses the token or the name.
+    """
+    name = repository
+    try:
+        _refuse_offline()
+        api = HfApi()
+        user = api.whoami()["name"]
+        name = repository if "/" in repository else f"{user}/{repository}"
+        api.create_repo(name, private=private, exist_ok=True)
+        # A token that may only read passes until here if the repository exists. Nothing is uploaded: the file is small.
+        api.preupload_lfs_files(name, [CommitOperationAdd("README.md", b"# Model")])
+    except PUSH_ERRORS as error:
+        raise ValueError(f"push_to_hub cannot write to {name!r}: {why_not_pushed(error)}.") from error
+    return name
+
+
+def push(folder: str, name: str) -> None:
+    """Upload the files of a folder in one commit to a model's repository, see `prepare_push`.
+
+    Raises:
+        Exception: One of PUSH_ERRORS, which `why_not_pushed` explains.
+    """
+    _refuse_offline()
+    HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Upload the trained model")
+
+
+def _refuse_offline() -> None:
+    if not wait_for_hub() or is_offline_mode():
+        raise OfflineModeIsEnabled
+
+
+def why_not_pushed(error: BaseException) -> str:
+    """Return why a push failed, and what to do, without a full stop."""
+    for link in _causes(error):
+        if isinstance(link, LocalTokenNotFoundError):
+            return "there is no token; log in with `hf auth login`, or set HF_TOKEN"
+        if isinstance(link, HFValidationError):
+            return "this is no name on the Hugging Face Hub; give hub_model_id, such as owner/name"
+        if isinstance(link, OfflineModeIsEnabled):
+            answers = wait_for_hub()
+            return "HF_HUB_OFFLINE is set; unset it" if answers else f"{constants.ENDPOINT} does not answer"
+        if isinstance(link, HfHubHTTPError):
+            status, _, answer = _status(link)
+            if status == 401:
+                return f"the Hub refuses your token ({answer}); log in with `hf auth login`, or replace HF_TOKEN"
+            if status in (403, 404):
+                return (
+                    f"your token may not write there ({answer}); give it write access in its settings, or set "
+                    "hub_model_id to a repository of yours"
+                )
+            return f"the Hub fails with status {answer}"
+    if any(isinstance(link, ConnectionError | TimeoutError) or _is_of_http(link) for link in _causes(error)):
+        return f"{constants.ENDPOINT} does not answer; check the network"
+    return " ".join(str(error).split())[:200].rstrip(".:; ") or type(error).__name__
 
 
 def _place(error: BaseException) -> str:

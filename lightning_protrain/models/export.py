@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
-from lightning_protrain.checkpoint.atomic import free_bytes
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
 from lightning_protrain.checkpoint.references import fill
 from lightning_protrain.config import DTYPES, format_bytes
@@ -25,6 +24,7 @@ from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.float32_masters import float32_weights
 from lightning_protrain.models.loading import build_model, load_model
 from lightning_protrain.models.lora import save_model, with_lora
+from lightning_protrain.models.model_card import TrainingFacts, facts_of_checkpoint, warning_of_cards, write_card
 from lightning_protrain.progress import waiting
 
 _PREFIX = "model."
@@ -96,7 +96,9 @@ def merge(
 
 
 def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mapping[str, Any], Any]:
-    """Return the hyperparameters in a checkpoint, with `processor_kwargs` and `chat_format` of the data, and the model.
+    """Return the hyperparameters in a checkpoint, with facts on data and training, and the model.
+
+    The facts are `processor_kwargs` and `chat_format` of the data, and `card`, a `TrainingFacts`.
 
     Raises:
         ValueError: As in `export`.
@@ -116,7 +118,7 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
         key: next((state[key] for state in states if key in state), {}) for key in ("processor_kwargs", "chat_format")
     }
     place = settings.get("model")
-    settings = {**settings, "model": place and local_name(place), **chosen}
+    settings = {**settings, "model": place and local_name(place), **chosen, "card": TrainingFacts()}
     config = _config(settings)
     if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
@@ -128,8 +130,12 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
         if name.startswith(_PREFIX)
     }
     if settings.get("quantization") is not None:
-        return settings, _on_original_weights(checkpoint, settings, weights)
-    return settings, _filled(checkpoint, settings, config, weights)
+        model = _on_original_weights(checkpoint, settings, weights)
+    else:
+        model = _filled(checkpoint, settings, config, weights)
+    with warning_of_cards():
+        settings["card"] = facts_of_checkpoint(content, model)
+    return settings, model
 
 
 def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
@@ -235,6 +241,8 @@ def _write(model: Any, target: Path, settings: Mapping[str, Any], tokenizer: str
     try:
         _write_tokenizer(partial, settings, tokenizer)
         save_model(model, partial, settings["chat_format"].get("end_ids", ()))
+        with warning_of_cards():
+            write_card(partial, target.absolute().name, model, settings["card"])
         os.rename(partial, target)
     finally:
         if partial.exists():
@@ -266,7 +274,7 @@ def _refuse_full_disk(model: Any, target: Path) -> None:
     # Only the adapters of a PEFT model are written.
     written = (weight for weight in model.parameters() if weight.requires_grad or not hasattr(model, "peft_config"))
     storages = {weight.untyped_storage().data_ptr(): weight.nbytes for weight in written}
-    needed, free = sum(storages.values()) + _TOKENIZER_BYTES, free_bytes(target.absolute().parent)
+    needed, free = sum(storages.values()) + _TOKENIZER_BYTES, shutil.disk_usage(target.absolute().parent).free
     if free < needed:
         raise ValueError(
             f"{target} needs {format_bytes(needed)}, but its disk has {format_bytes(free)} free. Nothing was written. "

@@ -414,11 +414,11 @@ def load_model(
             model, loaded = kind.from_pretrained(folder, use_safetensors=False, **options)
         _refuse_keys(folder, kind.__name__, loaded)
     if vocab_size not in (None, vocab_size_of(model.config)):
-        _resize(model, vocab_size)
+        resize_rows(model, vocab_size)
     return model
 
 
-def _resize(model: PreTrainedModel, num_rows: int) -> None:
+def resize_rows(model: PreTrainedModel, num_rows: int) -> None:
     """Resize embedding and head; new rows are the mean of the old ones, so they depend on no random state."""
     old = vocab_size_of(model.config)
     model.resize_token_embeddings(num_rows, mean_resizing=False)

@@ -230,9 +230,8 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path, saved_toke
 
 def test_data_sets_with_weights_are_interleaved(tmp_path: Path, saved_tokenizer: str) -> None:
     paths = [write(tmp_path / str(first), [20, 20], first=first) for first in (0, 1000)]
-    specs = [DatasetSpec(path=path, streaming=True) for path in paths]
-    for spec, weight in zip(specs, (3, 1), strict=True):
-        object.__setattr__(spec, "weight", weight)
+    weighted = zip(paths, (3, 1), strict=True)
+    specs = [DatasetSpec(path=path, streaming=True, weight=weight) for path, weight in weighted]
     data = ready(specs, saved_tokenizer)
     whole = list(islice(data.train_dataloader(), 90))
     counts = numbers(data, whole)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,7 +201,7 @@ def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
 ) -> None:
     lora = {"lora": LORA, "model": pretrained(tmp_path / "base")} if command == "merge" else {"config": LLAMA}
     checkpoint = train(make(**lora), tmp_path)
-    monkeypatch.setattr(export, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(export.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
     with pytest.raises(ValueError, match=r"its disk has 1\.00 MiB \(1048576 bytes\) free. Nothing was written"):
         file_command([command, str(checkpoint), str(tmp_path / "out")])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -44,6 +45,10 @@ class StandInHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = repositories
         self.asked: list[str] = []
+        # Errors of the parts of a push: "whoami-v2", "create", "preupload", "batch", "lfs" and "commit".
+        self.refused: dict[str, Answer] = {}
+        self.visibility: dict[str, str | None] = {}
+        self.uploaded: dict[str, bytes] = {}  # by hash
 
     @property
     def url(self) -> str:
@@ -60,11 +65,89 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def do_GET(self) -> None:
-        self._answer(with_body=True)
+        if self.path != "/api/whoami-v2":
+            self._answer(with_body=True)
+        elif "whoami-v2" in self.server.refused:
+            self._send(*self.server.refused["whoami-v2"], b"")
+        else:
+            self._send_json({"name": "me", "type": "user"})
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(with_body=True)
+        self._push(self._body())
+
+    def do_PUT(self) -> None:
+        self._push(self._body())
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _push(self, body: bytes) -> None:
+        """Answer a request that writes: creates a repository, announces and uploads files, or commits them."""
+        path, server = self.path.partition("?")[0], self.server
+        parts = path.strip("/").split("/")
+        names = ("whoami-v2", "create", "preupload", "batch", "lfs", "commit", "validate-yaml")
+        part = next((name for name in names if name in parts), None)
+        if part is None:
+            self._answer(with_body=True)
+            return
+        server.asked.append(path)
+        if part in server.refused:
+            self._send(*server.refused[part], b"")
+            return
+        answer: Any = {}
+        repository = "/".join(parts[2:4])
+        if part == "create":
+            asked = json.loads(body)
+            repository = f"{asked['organization']}/{asked['name']}"
+            exists = repository in server.repositories
+            server.repositories.setdefault(repository, {})
+            server.visibility.setdefault(repository, asked.get("visibility"))
+            answer = {"url": f"{server.url}/{repository}", "name": repository}
+            self._send_json(answer, 409 if exists else 200)
+            return
+        if part == "preupload":
+            files = json.loads(body)["files"]
+            modes = [
+                "lfs" if file["path"].endswith((".safetensors", "tokenizer.json")) else "regular" for file in files
+            ]
+            answer = {
+                "files": [
+                    {"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": None}
+                    for file, mode in zip(files, modes, strict=True)
+                ]
+            }
+        elif part == "batch":
+            answer = {
+                "transfer": "basic",
+                "objects": [
+                    {**file, "actions": {"upload": {"href": f"{server.url}/lfs/{file['oid']}"}}}
+                    for file in json.loads(body)["objects"]
+                ],
+            }
+        elif part == "lfs":
+            assert hashlib.sha256(body).hexdigest() == parts[-1]
+            server.uploaded[parts[-1]] = body
+        elif part == "commit":
+            files = server.repositories[repository]
+            assert isinstance(files, dict)
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    files[value["path"]] = server.uploaded[value["oid"]]
+            answer = {"commitUrl": f"{server.url}/{repository}/commit/{COMMIT}", "commitOid": COMMIT}
+        self._send_json(answer)
+
+    def _send_json(self, answer: Any, status: int = 200) -> None:
+        self._send(status, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
     def _answer(self, with_body: bool) -> None:
         path = self.path.partition("?")[0]
@@ -109,6 +192,7 @@ def stand_in_hub(
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # Its client speaks to other servers.
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
