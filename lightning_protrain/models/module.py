@@ -270,7 +270,7 @@ class CausalLMModule(RestorableModule):
         model: Folder, GGUF file or Hugging Face id of a pretrained model; `package://NAME/FILE` is a file of an
             installed package. Exactly one of `model` and `config` must be given.
         config: Keys of a config of transformers with `model_type`, for a model with random weights.
-        learning_rate: Peak learning rate.
+        learning_rate: Peak learning rate; None means 3e-4.
         weight_decay: Weight decay, for parameters of two and more dimensions.
         betas: Moment decays, for optimizers that have them.
         warmup_steps: Optimizer steps of linear warm-up; below 1, a fraction of all steps. 1 and 1.0 mean one step.
@@ -306,12 +306,14 @@ class CausalLMModule(RestorableModule):
     """
 
     model: Any  # A PreTrainedModel or PeftModel; None until `configure_model`.
+    # Of None. On the command line, a default of `__init__` would go over to a subclass that is chosen in its place.
+    usual_learning_rate = 3e-4
 
     def __init__(
         self,
         model: str | None = None,
         config: dict[str, Any] | None = None,
-        learning_rate: float = 3e-4,
+        learning_rate: float | None = None,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int | float = 0.03,
@@ -341,6 +343,8 @@ class CausalLMModule(RestorableModule):
             check_quantization(quantization, lora)
         choose_optimizer(optimizer)
         self.save_hyperparameters(ignore="metrics")
+        if learning_rate is None:
+            self.hparams["learning_rate"] = self.usual_learning_rate
         check_numbers(self.hparams)
         self.model, self._is_new = None, False
         self._num_tokenizer_tokens: int | None = None

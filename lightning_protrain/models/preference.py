@@ -71,12 +71,13 @@ class PreferenceModule(CausalLMModule):
         precompute_ref_log_probs: True computes the reference before training with `lora`, too. It is faster if there
             are several epochs, or several runs with the same data.
         disable_dropout: True trains without dropout, also without that of `lora`.
-        learning_rate: Peak learning rate.
-        kwargs: Further arguments of `CausalLMModule`, but `metrics`.
+        kwargs: Further arguments of `CausalLMModule`, but `metrics`; `learning_rate` is 1e-6 by default.
 
     Raises:
         ValueError: As in `CausalLMModule`; also if the loss is unknown, or an argument that it does not read is given.
     """
+
+    usual_learning_rate = 1e-6
 
     def __init__(
         self,
@@ -90,15 +91,15 @@ class PreferenceModule(CausalLMModule):
         undesirable_weight: float = 1.0,
         precompute_ref_log_probs: bool = False,
         disable_dropout: bool = True,
-        learning_rate: float = 1e-6,
         **kwargs: Any,
     ) -> None:
         if kwargs.get("metrics") is not None:
             raise ValueError("PreferenceModule takes no `metrics`: they read tokens, and it scores rows. Leave it out.")
-        super().__init__(model, learning_rate=learning_rate, **kwargs)
+        super().__init__(model, **kwargs)
         check_numbers(self.hparams, NUMBERS)
         self._reference: ReferenceTable | None = None
         self._reference_is_checked = False
+        self._reference_is_of_fit = False  # Weights of that time may be gone.
 
     @cached_property
     def objective(self) -> Objective:
@@ -222,6 +223,8 @@ class PreferenceModule(CausalLMModule):
         """
         if "pair_ids" not in batch or ("desirable" in batch) is self.objective.has_pairs:
             raise ValueError(self._refusal_of_rows("a batch"))
+        if "loss_weights" in batch:
+            raise ValueError(f"loss={self.objective.loss!r} does not read weights of messages. Remove them.")
         return batch["pair_ids"] >= 0
 
     def _refusal_of_rows(self, where: str) -> str:
@@ -303,7 +306,8 @@ class PreferenceModule(CausalLMModule):
         kind = "pairs" if self.objective.has_pairs else "unpaired"
         if getattr(datamodule, "objective", kind) != kind:
             raise ValueError(self._refusal_of_rows("the data"))
-        if stage == "fit" and self.trainer.global_step == 0:  # A checkpoint that is resumed gives its reference later.
+        is_new = stage == "fit" and self.trainer.global_step == 0  # A resumed checkpoint gives its reference later.
+        if is_new or not self._reference_is_of_fit:
             self._reference = None
         if self._has_table and stage != "predict" and not hasattr(datamodule, "pair_batches"):
             name = "there is no data module" if datamodule is None else f"{type(datamodule).__name__} cannot list them"
@@ -314,7 +318,8 @@ class PreferenceModule(CausalLMModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Add `reference_logps`, float32 [2n], if the reference was computed before training."""
-        if not self._has_table or not isinstance(batch, Mapping) or "pair_ids" not in batch:
+        is_scored = self._has_table and not (self._trainer is not None and self.trainer.predicting)
+        if not is_scored or not isinstance(batch, Mapping) or "pair_ids" not in batch:
             return batch
         if self._reference is None:  # The step is profiled before the weights can run; nothing trains on this value.
             logps = torch.full((len(batch["labels"]),), math.nan)
@@ -354,6 +359,7 @@ class PreferenceModule(CausalLMModule):
             if known is not None and (missing := known.missing(digests)):
                 raise ValueError(refusal(missing, len(digests), "the data"))
             self._reference = known or self._load_or_compute(datamodule, splits, digests)
+            self._reference_is_of_fit = known is not None or self.trainer.state.fn == "fit"
         self._reference_is_checked = True
 
     def _load_or_compute(self, datamodule: Any, splits: Sequence[str], digests: Tensor) -> ReferenceTable:
@@ -390,6 +396,7 @@ class PreferenceModule(CausalLMModule):
         """Take the reference of the run that is resumed."""
         if REFERENCE in checkpoint:
             self._reference = ReferenceTable(**checkpoint[REFERENCE])
+            self._reference_is_of_fit = True
 
 
 def _listing(datamodule: Any, splits: Sequence[str]) -> Iterator[Batch]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_protrain import InitialValidation, PreferenceModule, ProTrainCheckpointIO, SampleCompletion
+from lightning_protrain.cli import ProTrainCLI
 from tests.callbacks.stand_ins import chat_data
 from tests.support.module_runs import LLAMA, trainer
 from tests.support.preference_runs import LORA, Pairs, built, collate, filler, module, pairs
@@ -206,6 +207,18 @@ def test_a_new_fit_has_a_new_reference(tmp_path: Path) -> None:
     assert run.validate(made, data, verbose=False)[0]["val_loss"] != pytest.approx(0.6931, abs=1e-4)
 
 
+def test_without_a_fit_a_model_is_its_own_reference_and_a_prediction_needs_none(tmp_path: Path) -> None:
+    made, data, run = module(), Pairs(tmp_path), trainer(tmp_path)
+    data.splits["test"] = Pairs(tmp_path, seed=1).splits["validation"]
+    for results in (run.validate(made, data, verbose=False), run.test(made, data, verbose=False)):
+        assert [round(value, 4) for name, value in results[0].items() if name.endswith("_loss")] == [0.6931]
+    run.fit(made, data)
+    with pytest.raises(ValueError, match="8 of 8 rows of the data have no log-probability"):
+        run.test(made, data)
+    scores: Any = run.predict(made, data)
+    assert [part["loss_sum"].shape for part in scores] == [(4,), (4,)]
+
+
 # Steps
 
 
@@ -302,6 +315,13 @@ def test_rows_of_another_loss_are_refused(loss: str, of_rows: str | None) -> Non
         del batch["pair_ids"]
     with pytest.raises(ValueError, match=f"loss='{loss}' trains on "):
         built(loss=loss).training_step(batch)
+
+
+def test_the_command_line_knows_all_arguments_and_their_defaults() -> None:
+    chosen = {"class_path": "lightning_protrain.PreferenceModule", "init_args": {"config": LLAMA, "loss": "ipo"}}
+    made = ProTrainCLI(args={"model": chosen, "trainer": {"accelerator": "cpu"}}, run=False).model
+    assert isinstance(made, PreferenceModule)
+    assert (made.hparams["learning_rate"], made.hparams["beta"], made.objective.loss) == (1e-6, 0.1, "ipo")
 
 
 def test_data_that_cannot_list_its_pairs_is_refused_before_training(tmp_path: Path) -> None:

@@ -134,4 +134,6 @@ class Pairs(LightningDataModule):
         return DataLoader(self.splits["validation"], batch_size=None)  # type: ignore[arg-type]
 
     def test_dataloader(self) -> DataLoader[Any]:
-        return self.val_dataloader()
+        return DataLoader(self.splits["test"], batch_size=None)  # type: ignore[arg-type]
+
+    predict_dataloader = test_dataloader
