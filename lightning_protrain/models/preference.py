@@ -25,6 +25,7 @@ from lightning_protrain.models.module import CausalLMModule, NumberCheck, check_
 from lightning_protrain.models.preference_loss import KTOLoss, LossName, Objective, PairScores, RowMean
 from lightning_protrain.models.reference import ReferenceTable, digests_of, gathered, key_of, refusal, row_digests
 from lightning_protrain.progress import bar
+from lightning_protrain.strategy.profile_step import SyntheticData
 
 NUMBERS: tuple[NumberCheck, ...] = (
     ("beta", lambda beta: beta > 0, "be above 0"),
@@ -271,6 +272,11 @@ class PreferenceModule(CausalLMModule):
             )
         return batch["reference_logps"]
 
+    @property
+    def _is_planned_without_data(self) -> bool:
+        source = None if self._trainer is None else self.trainer.fit_loop._data_source.instance
+        return isinstance(getattr(source, "dataset", None), SyntheticData)
+
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
         """Let the model be the reference: in eval mode, and without adapters if they can be switched off.
@@ -309,7 +315,8 @@ class PreferenceModule(CausalLMModule):
         is_new = stage == "fit" and self.trainer.global_step == 0  # A resumed checkpoint gives its reference later.
         if is_new or not self._reference_is_of_fit:
             self._reference = None
-        if self._has_table and stage != "predict" and not hasattr(datamodule, "pair_batches"):
+        lists = hasattr(datamodule, "pair_batches") or stage == "predict" or self._is_planned_without_data
+        if self._has_table and not lists:
             name = "there is no data module" if datamodule is None else f"{type(datamodule).__name__} cannot list them"
             raise ValueError(
                 f"loss={self.objective.loss!r} computes the reference of all rows before training, but {name}. Give a "
@@ -317,7 +324,15 @@ class PreferenceModule(CausalLMModule):
             )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Add `reference_logps`, float32 [2n], if the reference was computed before training."""
+        """Add `reference_logps`, float32 [2n], if the reference was computed before training.
+
+        A synthetic batch, with which a run without data is planned, becomes pairs.
+        """
+        if self._is_planned_without_data and "pair_ids" not in batch:  # A synthetic batch has a sample for each pair.
+            batch = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
+            batch = {name: value.repeat_interleave(2, 0) for name, value in batch.items()}
+            batch["pair_ids"] = torch.arange(len(batch["labels"]) // 2)
+            batch |= {} if self.objective.has_pairs else {"desirable": torch.ones_like(batch["pair_ids"])}
         is_scored = self._has_table and not (self._trainer is not None and self.trainer.predicting)
         if not is_scored or not isinstance(batch, Mapping) or "pair_ids" not in batch:
             return batch

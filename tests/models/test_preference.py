@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from lightning_protrain import InitialValidation, PreferenceModule, ProTrainCheckpointIO, SampleCompletion
 from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.trainer import PlanningTrainer
 from tests.callbacks.stand_ins import chat_data
 from tests.support.module_runs import LLAMA, trainer
 from tests.support.preference_runs import LORA, Pairs, built, collate, filler, module, pairs
@@ -322,6 +323,14 @@ def test_the_command_line_knows_all_arguments_and_their_defaults() -> None:
     made = ProTrainCLI(args={"model": chosen, "trainer": {"accelerator": "cpu"}}, run=False).model
     assert isinstance(made, PreferenceModule)
     assert (made.hparams["learning_rate"], made.hparams["beta"], made.objective.loss) == (1e-6, 0.1, "ipo")
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo"])
+def test_a_run_is_planned_without_data(loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"gpu": ["RTX 3090"], "host_memory": "64GiB", "host_cores": 16, "batch_size": 2, "length": 16}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "accelerator": "cpu"}
+    PlanningTrainer(strategy="protrain", default_root_dir=tmp_path, **quiet).plan(module(loss=loss), **options)
+    assert "tokens per second" in capsys.readouterr().out
 
 
 def test_data_that_cannot_list_its_pairs_is_refused_before_training(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_protrain import ProTrainStrategy
+from lightning_protrain import ProTrainFSDP2Strategy, ProTrainStrategy
 from lightning_protrain.planner.plan import Plan
 from tests.support.machines import CPU
 from tests.support.module_runs import trainer
@@ -98,25 +98,31 @@ def test_parity_of_a_plan_that_was_searched_for(run: str, rehearse: bool, tmp_pa
 def on_rank(rank: int, folder: Path, run: str, plan: str | None) -> dict[str, Any]:
     torch.set_num_threads(1)
     made, loss = module(**RUNS[run]), RUNS[run].get("loss", "dpo")
-    kind = {} if plan is None else {"kind": partial(ProTrainStrategy, plan=plan, monitor=False)}
+    kinds = {
+        "offload": {"kind": partial(ProTrainStrategy, plan="offload", monitor=False)},
+        "fsdp2": {"kind": partial(ProTrainFSDP2Strategy, min_num_params=600)},
+    }
+    kind: dict[str, Any] = kinds.get(str(plan), {})
     options: dict[str, Any] = {"max_steps": 2, "accumulate_grad_batches": 3, "use_distributed_sampler": False}
     fit = trainer_on_rank(rank, 2, **kind, **options)
     fit.fit(made, Pairs(folder / str(plan), loss=loss, accumulate=3, place=(rank, 2)))
     metrics = {
         name: float(value) for name, value in fit.callback_metrics.items() if name.startswith(("val", "train_l"))
     }
-    return {"weights": {name: value.numpy() for name, value in made.state_dict().items()}, "metrics": metrics}
+    weights = {} if plan == "fsdp2" else {name: value.numpy() for name, value in made.state_dict().items()}
+    return {"weights": weights, "metrics": metrics}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["dpo, full", "dpo, adapters", "kto, full"])
 def test_two_ranks_are_ddp_bit_for_bit_and_have_the_metrics_of_one_process(run: str, tmp_path: Path) -> None:
     found = []
-    for plan in (None, "offload"):
+    for plan in (None, "offload", "fsdp2"):
         (meeting := tmp_path / f"meeting {plan}").mkdir()
         found.append(values(run_ranks(on_rank, 2, meeting, tmp_path, run, plan)))
-    (ddp, _), (first, second) = found
+    (ddp, _), (first, second), (sharded, _) = found
     assert first["metrics"] == second["metrics"] == ddp["metrics"]
+    assert sharded["metrics"] == pytest.approx(ddp["metrics"], abs=1e-4)
     for name, value in ddp["weights"].items():
         assert (value == first["weights"][name]).all(), name
         assert (value == second["weights"][name]).all(), name
