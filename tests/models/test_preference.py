@@ -245,11 +245,23 @@ def test_a_router_loss_is_added_and_logits_outside_a_plain_head_are_read(loss: s
 
 
 @pytest.mark.parametrize("loss", ["dpo", "orpo", "simpo", "kto"])
-def test_slices_of_logits_give_the_same_loss(loss: str) -> None:
+def test_slices_of_logits_give_the_same_loss_and_gradients(loss: str) -> None:
     batch = collate(pairs(3), loss) | ({"reference_logps": torch.full((6,), -9.0)} if loss in ("dpo", "kto") else {})
-    losses = [built(loss=loss, loss_chunk_tokens=size).training_step(batch) for size in (None, 1, 5)]
-    for other in losses[1:]:
-        assert_close(other, losses[0], rtol=1e-6, atol=0)
+    found, most = [], []
+    for size in (None, 1, 5):
+        made = built(loss=loss, loss_chunk_tokens=size)
+        rows: list[int] = []
+        made.model.lm_head.register_forward_hook(
+            lambda head, given, made, rows=rows: rows.append(made.shape[:-1].numel())
+        )
+        total = made.training_step(batch)
+        total.backward()
+        found.append({"loss": total, **{name: weight.grad for name, weight in made.named_parameters()}})
+        most.append(max(rows))
+    assert most[0] > 5
+    assert most[1:] == [1, 5]
+    for other in found[1:]:
+        assert_close(other, found[0], rtol=1e-4, atol=1e-6)
 
 
 def test_metrics_have_names_and_callbacks_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,6 +328,12 @@ def test_rows_of_another_loss_are_refused(loss: str, of_rows: str | None) -> Non
         del batch["pair_ids"]
     with pytest.raises(ValueError, match=f"loss='{loss}' trains on "):
         built(loss=loss).training_step(batch)
+
+
+def test_weights_of_messages_are_refused() -> None:
+    batch = collate(pairs(1))
+    with pytest.raises(ValueError, match="loss='dpo' does not read weights of messages"):
+        built().training_step({**batch, "loss_weights": batch["labels"]})
 
 
 def test_the_command_line_knows_all_arguments_and_their_defaults() -> None:
