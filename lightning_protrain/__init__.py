@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_protrain.data.datamodule import ChatDataModule
     from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
     from lightning_protrain.models.module import CausalLMModule, PositionScores
+    from lightning_protrain.models.preference import PreferenceModule
     from lightning_protrain.plans import plan
     from lightning_protrain.report.plan_monitor import PlanMonitor
     from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
@@ -37,6 +38,7 @@ __all__ = [
     "Plan",
     "PlanMonitor",
     "PositionScores",
+    "PreferenceModule",
     "ProTrainCheckpoint",
     "ProTrainCheckpointIO",
     "ProTrainFSDP2Strategy",
@@ -56,6 +58,7 @@ _LAZY = {
     "InitialValidation": "lightning_protrain.callbacks.samples",
     "PlanMonitor": "lightning_protrain.report.plan_monitor",
     "PositionScores": "lightning_protrain.models.module",
+    "PreferenceModule": "lightning_protrain.models.preference",
     "ProTrainCheckpoint": "lightning_protrain.callbacks.checkpoint.callback",
     "ProTrainCheckpointIO": "lightning_protrain.checkpoint.io",
     "ProTrainFSDP2Strategy": "lightning_protrain.fsdp2.strategy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,24 @@ def chunked_cross_entropy(
     return total, positions.numel()
 
 
+def token_logps(hidden: Tensor, head: nn.Module, labels: Tensor, chunk_tokens: int = 1024) -> Tensor:
+    """Return the log-probability of each labelled token, a slice of tokens at a time.
+
+    Memory and errors are those of `chunked_cross_entropy`, as are the arguments.
+
+    Returns:
+        Log-probabilities in nats, float32 [batch, seq]: entry `t` is that of label `t + 1`, and 0 if it has no label.
+        They are in the autograd graph of `hidden` and `head`, also without labels.
+    """
+    selected, targets, positions = labelled(hidden, labels, chunk_tokens)
+    score = partial(checkpoint_call, _slice_logps) if torch.is_grad_enabled() else _slice_logps
+    slices = zip(selected.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+    parts = [score(slice_hidden, head, slice_targets) for slice_hidden, slice_targets in slices]
+    zeros = torch.zeros(labels.numel(), dtype=torch.float32, device=hidden.device)
+    # Each position occurs once, so the result is deterministic, unlike that of `index_add` on a GPU.
+    return zeros.index_copy(0, positions, torch.cat(parts)).view(labels.shape)
+
+
 def labelled(
     hidden: Tensor, labels: Tensor, chunk_tokens: int, ignore_index: int = IGNORE_INDEX
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,6 +133,10 @@ def _slice_loss(hidden: Tensor, head: nn.Module, targets: Tensor, factors: Tenso
         return F.cross_entropy(logits, targets, reduction="sum")
     # A dot product would run in the autocast dtype, and round losses and factors.
     return (F.cross_entropy(logits, targets, reduction="none") * factors).sum()
+
+
+def _slice_logps(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+    return -F.cross_entropy(head(hidden).float(), targets, reduction="none")
 
 
 def has_plain_head(model: nn.Module) -> bool:

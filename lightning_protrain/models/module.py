@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -80,20 +80,24 @@ def learning_rate_factor(step: int, warmup: int, num_steps: int | None, floor: f
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def check_numbers(given: Mapping[str, Any]) -> None:
-    """Raise ValueError if a hyperparameter of CausalLMModule is out of range."""
-    checks: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-        ("learning_rate", lambda rate: rate > 0, "be above 0"),
-        ("weight_decay", lambda decay: decay >= 0, "not be negative"),
-        ("betas", lambda two: len(two) == 2 and all(0 <= each < 1 for each in two), "be two numbers from 0 to below 1"),
-        (
-            "warmup_steps",
-            lambda steps: 0 <= steps < 1 or (steps >= 1 and float(steps).is_integer()),
-            "be a number of steps, or a fraction of all steps",
-        ),
-        ("min_learning_rate_ratio", lambda ratio: 0 <= ratio <= 1, "lie between 0 and 1"),
-        ("loss_chunk_tokens", lambda tokens: tokens is None or tokens >= 1, "be at least 1, or None"),
-    )
+# A hyperparameter, a check of its value, and what it must do.
+NumberCheck: TypeAlias = tuple[str, Callable[[Any], bool], str]
+NUMBERS: tuple[NumberCheck, ...] = (
+    ("learning_rate", lambda rate: rate > 0, "be above 0"),
+    ("weight_decay", lambda decay: decay >= 0, "not be negative"),
+    ("betas", lambda two: len(two) == 2 and all(0 <= beta < 1 for beta in two), "be two numbers from 0 to below 1"),
+    (
+        "warmup_steps",
+        lambda steps: 0 <= steps < 1 or (steps >= 1 and float(steps).is_integer()),
+        "be a number of steps, or a fraction of all steps",
+    ),
+    ("min_learning_rate_ratio", lambda ratio: 0 <= ratio <= 1, "lie between 0 and 1"),
+    ("loss_chunk_tokens", lambda tokens: tokens is None or tokens >= 1, "be at least 1, or None"),
+)
+
+
+def check_numbers(given: Mapping[str, Any], checks: Sequence[NumberCheck] = NUMBERS) -> None:
+    """Raise ValueError if a hyperparameter is out of range."""
     for name, check, must in checks:
         if not is_valid(check, given[name]):
             raise ValueError(f"{name} is {given[name]!r}; it must {must}.")
@@ -257,7 +261,8 @@ VOCAB_MULTIPLE = 64
 OWN_METRICS: dict[str, type[RatioMetric]] = {"loss": TokenLoss, "perplexity": Perplexity, "accuracy": TokenAccuracy}
 # Maximum number of new tokens that are named in the output.
 _SHOWN = 8
-NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens")
+# Entries of a batch that the model does not take; those of pairs are explained in models/preference.py.
+NOT_OF_THE_MODEL = ("labels", "loss_weights", "trained_tokens", "pair_ids", "desirable", "reference_logps")
 
 
 class CausalLMModule(RestorableModule):
@@ -276,7 +281,7 @@ class CausalLMModule(RestorableModule):
         model: Folder, GGUF file or Hugging Face id of a pretrained model; `package://NAME/FILE` is a file of an
             installed package. Exactly one of `model` and `config` must be given.
         config: Keys of a config of transformers with `model_type`, for a model with random weights.
-        learning_rate: Peak learning rate.
+        learning_rate: Peak learning rate; None means 3e-4.
         weight_decay: Weight decay, for parameters of two and more dimensions.
         betas: Moment decays, for optimizers that have them.
         warmup_steps: Optimizer steps of linear warm-up; below 1, a fraction of all steps. 1 and 1.0 mean one step.
@@ -312,12 +317,14 @@ class CausalLMModule(RestorableModule):
     """
 
     model: Any  # A PreTrainedModel or PeftModel; None until `configure_model`.
+    # Of None. On the command line, a default of `__init__` would go over to a subclass that is chosen in its place.
+    usual_learning_rate = 3e-4
 
     def __init__(
         self,
         model: str | None = None,
         config: dict[str, Any] | None = None,
-        learning_rate: float = 3e-4,
+        learning_rate: float | None = None,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         warmup_steps: int | float = 0.03,
@@ -347,19 +354,25 @@ class CausalLMModule(RestorableModule):
             check_quantization(quantization, lora)
         choose_optimizer(optimizer)
         self.save_hyperparameters(ignore="metrics")
+        if learning_rate is None:
+            self.hparams["learning_rate"] = self.usual_learning_rate
         check_numbers(self.hparams)
         self.model, self._is_new = None, False
         self._num_tokenizer_tokens: int | None = None
         self._new_tokens: dict[int, str] = {}  # Rows to train with adapters, and their tokens.
         self._window: TokenWindow | None = None
         # Compute groups would save little, and Lightning resets metrics one by one.
-        named = metrics_by_name(metrics, OWN_METRICS)
+        standard = self._standard_metrics(nonfinite)
+        named = metrics_by_name(metrics, standard)
         self._user_metrics = tuple(named)
-        standard: dict[str, Any] = {name: kind(nonfinite) for name, kind in OWN_METRICS.items()}
         every = MetricCollection(standard | named, compute_groups=False)
         every.persistent(False)  # A state_dict has only the model.
         self.val_metrics = every.clone(prefix="val_")
         self.test_metrics = every.clone(prefix="test_")
+
+    def _standard_metrics(self, nonfinite: NonFinite) -> dict[str, Any]:
+        """Return the metrics of validation and test that are always logged, by name."""
+        return {name: kind(nonfinite) for name, kind in OWN_METRICS.items()}
 
     # Building the model
 
@@ -505,22 +518,22 @@ class CausalLMModule(RestorableModule):
 
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
         """Return the mean loss over the labelled tokens, plus the router loss if the model has a router."""
-        scores, head, router_loss = self._scores(batch)
-        loss_sum, num_tokens = self._training_loss(scores, head, batch)
+        loss_sum, count, router_loss = self._training_loss(batch)
         if "trained_tokens" in batch and self._trainer is not None:
             loss = self._share_of_window(loss_sum, batch, batch_idx)
         else:
-            loss = loss_sum / (num_tokens or 1)
+            loss = loss_sum / (count or 1)
             self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["labels"]))
         return loss if router_loss is None else loss + router_loss
 
-    def _training_loss(self, scores: Tensor, head: nn.Module, batch: Batch) -> tuple[Tensor, int | Tensor]:
-        """Return the sum of the weighted token losses, and the sum of the weights (1 for each token by default)."""
+    def _training_loss(self, batch: Batch) -> tuple[Tensor, int | Tensor, Tensor | None]:
+        """Return the sum of the weighted token losses, the sum of the weights (1 by default), and the router loss."""
+        scores, head, router_loss = self._scores(batch)
         labels, weights = batch["labels"], batch.get("loss_weights")
         if weights is None:
-            return self._token_loss(scores, head, labels)
+            return *self._token_loss(scores, head, labels), router_loss
         loss_sum, _ = self._token_loss(scores, head, labels, weights.float() / WEIGHT_UNITS)
-        return loss_sum, weights[:, 1:][labels[:, 1:] != IGNORE_INDEX].sum() / WEIGHT_UNITS
+        return loss_sum, weights[:, 1:][labels[:, 1:] != IGNORE_INDEX].sum() / WEIGHT_UNITS, router_loss
 
     def _share_of_window(self, loss_sum: Tensor, batch: Batch, batch_idx: int) -> Tensor:
         """Return the share of this batch in the mean loss over all tokens of an optimizer step.
