@@ -7,7 +7,9 @@ from math import sqrt
 
 import torch
 
-from lightning_protrain.config import format_bytes
+from lightning_protrain.cgroup_limits import free_host_bytes
+from lightning_protrain.config import format_bytes, parse_bytes
+from lightning_protrain.device.topology import describe_gpus, first_gpu
 from lightning_protrain.models.bnb import is_installed, require_installed
 from lightning_protrain.models.loading import PACKING_MODEL_TYPES, build_model, num_positions, read_config
 from lightning_protrain.models.repeated_blocks import Method, silent
@@ -33,13 +35,15 @@ class Machine:
     """The device and the host to train on.
 
     Attributes:
-        gpus: Number of GPUs that train; 0 means the CPU.
+        ranks: Number of GPUs or processes of this node that train.
+        on_gpu: True if GPUs train, False if the CPU does.
         bfloat16: True if the GPU computes in bfloat16.
         device_bytes: Device memory that may be used; None means no limit.
         host_bytes: Free memory of the host.
     """
 
-    gpus: int
+    ranks: int
+    on_gpu: bool
     bfloat16: bool
     device_bytes: int | None
     host_bytes: int
@@ -94,13 +98,13 @@ def choose_method(asked: Method | None, model: ModelSize, machine: Machine) -> t
     """
     if asked == "qlora":
         require_installed()
-        if not machine.gpus:
+        if not machine.on_gpu:
             raise ValueError("--method qlora needs a CUDA GPU, and none is used. Give --method lora.")
     if asked is not None:
         return asked, ""
     nbytes = 2 * model.parameters
     fits = machine.device_bytes is None or nbytes <= max(machine.device_bytes, machine.host_bytes)
-    if machine.gpus and not fits and is_installed():
+    if machine.on_gpu and not fits and is_installed():
         return "qlora", f"{format_bytes(nbytes)} of 16-bit weights fit neither device nor host"
     return "lora", "adapters; --method full trains all weights"
 
@@ -154,3 +158,19 @@ def model_size(name: str) -> ModelSize:
     with waiting("Counting parameters"), torch.device("meta"), silent():
         parameters = sum(parameter.numel() for parameter in build_model(config, "bfloat16").parameters())
     return ModelSize(parameters, num_positions(config), config.model_type in PACKING_MODEL_TYPES)
+
+
+def find_machine(accelerator: str, devices: int | str | list[int], limit: int | str) -> Machine:
+    """Return the properties of this machine.
+
+    Args:
+        accelerator: As in the Trainer.
+        devices: As in the Trainer.
+        limit: Device memory that may be used, as in ProTrainStrategy.
+    """
+    gpu = first_gpu() if accelerator in ("auto", "gpu", "cuda") else None
+    if devices in ("auto", -1, "-1"):
+        devices = max(len(describe_gpus()), 1) if gpu else 1
+    count = devices if isinstance(devices, int) else len(devices.split(",") if isinstance(devices, str) else devices)
+    nbytes = (None if gpu is None else gpu[0]) if limit == "auto" else parse_bytes(limit, "device_memory")
+    return Machine(count, gpu is not None, gpu is not None and gpu[1], nbytes, free_host_bytes())

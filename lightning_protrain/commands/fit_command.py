@@ -21,7 +21,6 @@ import yaml
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from rich import get_console
 
-from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.cli import ProTrainCLI
 from lightning_protrain.cli import main as run_cli
 from lightning_protrain.commands.fit_choices import (
@@ -32,6 +31,7 @@ from lightning_protrain.commands.fit_choices import (
     Machine,
     ModelSize,
     choose_method,
+    find_machine,
     learning_rate,
     longest_length,
     model_size,
@@ -46,17 +46,17 @@ from lightning_protrain.config import RaisingParser, parse_bytes
 from lightning_protrain.data.datamodule import ChatDataModule
 from lightning_protrain.data.sources.load import Source
 from lightning_protrain.data.sources.tables import SUFFIXES
-from lightning_protrain.device.topology import describe_gpus, first_gpu
 from lightning_protrain.models.repeated_blocks import METHODS, Method, method_options, silent
 from lightning_protrain.plans import TrainingOptions
 from lightning_protrain.strategy.dry_run_hardware import DryRunHardware
 from lightning_protrain.strategy.joint_plan import DryRun
 
-# Prompts to answer before and after training, and the most characters of one.
-PROMPTS, PROMPT_CHARACTERS = 3, 300
+# Prompts to answer before and after training, the most characters of one, and those of the beginning of a plain text.
+PROMPTS, PROMPT_CHARACTERS, TEXT_PREFIX = 3, 300, 60
 # What a dry run for the sizes does without.
 BARE = ("devices=1", "num_nodes=1", "logger=false", "callbacks=null", "enable_progress_bar=false")
 CALLBACKS = "trainer.callbacks"
+MACHINE_KEYS = ("trainer.accelerator", "trainer.devices", "trainer.strategy.device_memory")
 SHORT_OPTIONS = ("--method", "--device-memory", "--length", "--batch-size", "--epochs", "--output", "--dry-run")
 
 Config = dict[str, Any]
@@ -129,19 +129,18 @@ def fit_command(arguments: Sequence[str]) -> None:
     options, overrides = parse(arguments)
     name, dataset = options.names
     _refuse_launched()
-    folder = None if options.dry_run else _new_folder(options.output, name, dataset)
+    folder = _new_folder(options.output, name, dataset)
     choice = _begun(options, overrides)
-    model, machine = model_size(name), _machine(choice)
+    model, machine = model_size(name), find_machine(*(choice.get(key, "auto") for key in MACHINE_KEYS))
     ways = _set_method(choice, options.method, model, machine)
     _choose(choice, model, machine, ways)
-    shown = folder or Path("runs", _run_name(name, dataset))
-    _set_outputs(choice, shown)
+    _set_outputs(choice, folder)
     for key, value in overrides:
         if key.startswith(CALLBACKS):
             put_option(choice.config, key, value)
     text = choice.yaml() + "\n"
     get_console().print(text, highlight=False, markup=False, soft_wrap=True)
-    if folder is None:
+    if options.dry_run:
         with TemporaryDirectory() as place:
             path = Path(place, "config.yaml")
             path.write_text(text, encoding="utf-8")
@@ -150,16 +149,17 @@ def fit_command(arguments: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(text, encoding="utf-8")
-    sys.argv[1:] = ["fit", "--config", str(path)]  # [Note: One command]
+    _launch(path)
+
+
+def _launch(path: Path) -> None:
+    """Train the config in a file, see [Note: One command], and say where the model is."""
+    sys.argv[1:] = ["fit", "--config", str(path)]
     cli = ProTrainCLI()
     if cli.trainer.is_global_zero:
-        trained = folder / "model"
-        get_console().print(
-            f'The model is in {trained}. Talk to it: lightning-protrain chat {trained} "..."',
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        model = path.with_name("model")
+        text = f'The model is in {model}. Talk to it: lightning-protrain chat {model} "..."'
+        get_console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Namespace, list[tuple[str, Any]]]:
@@ -282,28 +282,11 @@ def _begun(options: Namespace, overrides: Sequence[tuple[str, Any]]) -> Choice:
     return Choice(config, given=given, options=options.rest)
 
 
-def _machine(choice: Choice) -> Machine:
-    gpu = first_gpu() if choice.get("trainer.accelerator", "auto") in ("auto", "gpu", "cuda") else None
-    devices = choice.get("trainer.devices", "auto")
-    if isinstance(devices, str):
-        devices = len(describe_gpus()) if devices in ("auto", "-1") else len(devices.split(","))
-    count = len(devices) if isinstance(devices, list) else len(describe_gpus()) if devices == -1 else int(devices)
-    limit = choice.get("trainer.strategy.device_memory", "auto")
-    nbytes = (gpu[0] if gpu else None) if limit == "auto" else parse_bytes(limit, "device_memory")
-    return Machine(max(count, 1) if gpu else 0, gpu is not None and gpu[1], nbytes, free_host_bytes())
-
-
-def _num_ranks(choice: Choice, machine: Machine) -> int:
-    devices = choice.get("trainer.devices", "auto")
-    on_cpu = devices if isinstance(devices, int) and devices > 0 else 1
-    return (machine.gpus or on_cpu) * int(choice.get("trainer.num_nodes", 1))
-
-
 def _set_method(choice: Choice, asked: Method | None, model: ModelSize, machine: Machine) -> list[TrainingOptions]:
     """Set precision, dtype, adapters and quantisation; return the ways to try in turn, with different optimizers."""
     method, reason = choose_method(asked, model, machine)
     precision, optimizer = choice.get("trainer.precision"), choice.get("model.optimizer")
-    if precision is None and not machine.gpus:
+    if precision is None and not machine.on_gpu:
         precision = "32-true"
     if isinstance(precision, int):
         precision = str(precision)
@@ -325,7 +308,7 @@ def _set_way(choice: Choice, way: TrainingOptions, machine: Machine) -> None:
     """Set the precision and the optimizer of one of the ways to train."""
     precision = way.precision_with(machine.bfloat16)
     device = "the GPU computes in bfloat16" if machine.bfloat16 else "the GPU has no bfloat16"
-    choice.set("trainer.precision", precision, device if machine.gpus else "exact; bf16-mixed may be faster")
+    choice.set("trainer.precision", precision, device if machine.on_gpu else "exact; bf16-mixed may be faster")
     if way.optimizer is not None:
         choice.set("model.optimizer", way.optimizer, "keeps float32 masters; float32 weights do not fit")
     if precision == "bf16-true" and way.method == "full":
@@ -346,7 +329,7 @@ def _choose(choice: Choice, model: ModelSize, machine: Machine, ways: Sequence[T
         data.setup("fit")
     corpus = _corpus(data)
     _set_training(choice, ways[0].method, model, corpus)
-    ranks = _num_ranks(choice, machine)
+    ranks = machine.ranks * int(choice.get("trainer.num_nodes", 1))
     total = total_batch(corpus.rows)
     _set_sizes(choice, machine, ways, longest_length(corpus, model), -(-total // ranks))
     length, batch = int(choice.get("data.max_length")), int(choice.get("data.batch_size"))
@@ -368,13 +351,22 @@ def _choose(choice: Choice, model: ModelSize, machine: Machine, ways: Sequence[T
     _set_callbacks(choice, data, corpus)
 
 
+class _BareCLI(ProTrainCLI):
+    """A command line that writes no copy of its config."""
+
+    def before_instantiate_classes(self) -> None:
+        """Check the settings of the Trainer."""
+        super().before_instantiate_classes()
+        self.save_config_callback = None
+
+
 def _made(choice: Choice, settings: Mapping[str, Any]) -> ProTrainCLI:
     """Make model, data and Trainer of the config so far, with other settings of the data and without callbacks."""
     with TemporaryDirectory() as folder, silent():
         path = Path(folder, "config.yaml")
         path.write_text(yaml.safe_dump(choice.config, sort_keys=False), encoding="utf-8")
         bare = [f"--trainer.{setting}" for setting in (*BARE, "enable_checkpointing=false")]
-        return ProTrainCLI(
+        return _BareCLI(
             ["--config", str(path), *choice.options, *(f"--{key}={value}" for key, value in settings.items()), *bare],
             run=False,
         )
@@ -467,10 +459,11 @@ def _set_sizes(choice: Choice, machine: Machine, ways: Sequence[TrainingOptions]
 def _sized(choice: Choice, settings: Mapping[str, Any]) -> tuple[ChatDataModule, object]:
     """Return the data with its sizes chosen, and the plan, the error why none fits, or None if the sizes fit."""
     cli = _made(choice, settings)
+    strategy: Any = cli.trainer.strategy
     hardware = DryRunHardware()
-    dry_run = hardware.dry_run(cli.trainer.strategy.shardings(1))
+    dry_run = hardware.dry_run(strategy.shardings(1))
     sizes = _SizeRun(dry_run.targets, data=cli.datamodule)
-    with silent(), cli.trainer.strategy.session.planning_only(sizes):
+    with silent(), strategy.session.planning_only(sizes):
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     return cli.datamodule, next(iter(hardware.answers(sizes).values()), None)
 
@@ -491,13 +484,15 @@ def _set_callbacks(choice: Choice, data: ChatDataModule, corpus: Corpus) -> None
 
 
 def _prompts(data: ChatDataModule) -> Iterator[str]:
-    """Yield the first messages of users in the validation rows, or in the training rows if there are none."""
+    """Yield the first message of the user, or the prefix of a text, of validation rows; else of training rows."""
     source = Source(data.specs[0], data.settings[0].options.roles)
     splits = source.with_all_splits(data.val_fraction, data.seed)
     rows = splits.get("validation", splits["train"])
     for index in range(min(len(rows), 10 * PROMPTS)):
-        messages: Any = rows[index].get("messages", ())
-        text = next((message.get("content") for message in messages if message.get("role") == "user"), None)
+        row: Any = rows[index]
+        row = row.get("sides", [row])[0]  # of a preference
+        users = (message.get("content") for message in row.get("messages", ()) if message.get("role") == "user")
+        text = next(users, row.get("prompt") or row.get("text", "")[:TEXT_PREFIX].rpartition(" ")[0])
         if isinstance(text, str) and 0 < len(text) <= PROMPT_CHARACTERS:
             yield text
 
