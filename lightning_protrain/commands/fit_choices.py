@@ -124,6 +124,19 @@ def total_batch(rows: int) -> int:
     return size
 
 
+def packed_rows(corpus: Corpus, length: int) -> tuple[int, int]:
+    """Return the packed rows of an epoch, and of an optimizer step.
+
+    Args:
+        corpus: The rows to pack.
+        length: Tokens of a packed row.
+    """
+    rows = max(corpus.tokens // length, 1)
+    if corpus.is_text:  # A document may be as long as many rows.
+        return rows, total_batch(rows)
+    return rows, max(round(total_batch(corpus.rows) * rows / corpus.rows), 1)
+
+
 def num_epochs(rows: int) -> int:
     """Return the number of epochs for a number of rows."""
     return 3 if rows <= THREE_EPOCHS else 2 if rows <= TWO_EPOCHS else 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +36,7 @@ from lightning_protrain.commands.fit_choices import (
     longest_length,
     model_size,
     num_epochs,
+    packed_rows,
     packs,
     total_batch,
     unlimited_batch,
@@ -180,7 +181,7 @@ def parse(arguments: Sequence[str]) -> tuple[Namespace, list[tuple[str, Any]]]:
             f"{', '.join(options.names)}. Write `lightning-protrain fit MODEL DATA`, then the options."
         )
     model, data = options.names
-    if model.lower().endswith(SUFFIXES) or (data.lower().endswith(".gguf") and not model.lower().endswith(".gguf")):
+    if model.lower().endswith(SUFFIXES) or (_is_model(data) and not _is_model(model)):
         raise ValueError(f"The model comes first: write `lightning-protrain fit {data} {model}`.")
     for name in (text for text in rest if text.startswith("-")):
         key = name.partition("=")[0]
@@ -188,6 +189,10 @@ def parse(arguments: Sequence[str]) -> tuple[Namespace, list[tuple[str, Any]]]:
             hint = " A config is trained without names: `fit --config FILE`." if key in ("--config", "-c") else ""
             raise ValueError(f"`{key}` is not an option of `fit MODEL DATA`{nearest(key, SHORT_OPTIONS)}{hint}")
     return options, [(name, _typed(value)) for name, value in option_values(rest)]
+
+
+def _is_model(name: str) -> bool:
+    return name.lower().endswith(".gguf") or Path(name, "config.json").is_file()
 
 
 def _parser() -> ArgumentParser:
@@ -221,7 +226,8 @@ def _typed(value: str) -> Any:
 
 def _refuse_launched() -> None:
     """Refuse several processes that would each choose for themselves."""
-    if TorchElasticEnvironment.detect() or SLURMEnvironment.detect():
+    kinds = (TorchElasticEnvironment, SLURMEnvironment)
+    if any(kind.detect() and kind().world_size() > 1 for kind in kinds):
         raise ValueError(
             "`fit MODEL DATA` starts a process for each GPU itself, so torchrun or srun must not start several. Save "
             "the config that `--dry-run` prints, and launch `fit --config FILE`."
@@ -330,21 +336,20 @@ def _choose(choice: Choice, model: ModelSize, machine: Machine, ways: Sequence[T
     corpus = _corpus(data)
     _set_training(choice, ways[0].method, model, corpus)
     ranks = machine.ranks * int(choice.get("trainer.num_nodes", 1))
-    total = total_batch(corpus.rows)
-    _set_sizes(choice, machine, ways, longest_length(corpus, model), -(-total // ranks))
+    rows, total = corpus.rows, total_batch(corpus.rows)
+    length = int(choice.get("data.max_length", longest_length(corpus, model)))
+    if choice.get("data.packing") or corpus.is_text:
+        rows, total = packed_rows(corpus, length)
+    _set_sizes(choice, machine, ways, length, -(-total // ranks))
     length, batch = int(choice.get("data.max_length")), int(choice.get("data.batch_size"))
     cut = f"the longest that fits; {corpus.longest:,} would cut none" if length < corpus.longest else "no row is cut"
-    if corpus.is_text:
-        cut = "tokens of a packed row"
-    choice.reasons.update({} if choice.has("data.max_length") else {"data.max_length": cut})
-    if choice.get("data.packing") or corpus.is_text:  # A row has several conversations.
-        total = max(round(total * corpus.tokens / corpus.rows / length), ranks)
-        corpus = replace(corpus, rows=max(corpus.tokens // length, 1))
+    if not choice.has("data.max_length"):
+        choice.reasons["data.max_length"] = "of a packed row" if corpus.is_text else cut
     accumulate = max(round(total / (batch * ranks)), 1)
     if accumulate > 1:
         reason = f"{batch} x {ranks} x {accumulate} rows in an optimizer step" if ranks > 1 else ""
         choice.set("trainer.accumulate_grad_batches", accumulate, reason or f"{batch} x {accumulate} rows in a step")
-    steps = corpus.rows // (batch * ranks * int(choice.get("trainer.accumulate_grad_batches", 1)))
+    steps = rows // (batch * ranks * int(choice.get("trainer.accumulate_grad_batches", 1)))
     if steps >= LONG_EPOCH and data.validates:
         choice.set("trainer.val_check_interval", 0.25, f"of {steps:,} steps")
     choice.set("trainer.log_every_n_steps", 10 if steps >= LONG_EPOCH else max(min(steps, 5), 1))
@@ -404,17 +409,17 @@ def _short_number(number: int) -> str:
 
 @dataclass(frozen=True)
 class _SizeRun(DryRun):
-    """A dry run that makes no plan if a batch size above one was chosen, because that fits.
+    """A dry run that makes no plan if a batch size above one was searched for and found, because that fits.
 
     Attributes:
-        data: Data module whose sizes are chosen.
+        data: Data module whose batch size is searched for; None means that it is given.
     """
 
     data: ChatDataModule | None = None
 
     def answer(self, request: Any, element_bytes: int | None = None) -> None:
-        """Fill in the answers if the batch has one row, which may not fit."""
-        if self.data is not None and self.data.batch_size == 1:
+        """Fill in the answers, unless the batch is known to fit: a single row may not."""
+        if self.data is None or self.data.batch_size == 1:
             super().answer(request, element_bytes)
 
 
@@ -425,14 +430,13 @@ def _set_sizes(choice: Choice, machine: Machine, ways: Sequence[TrainingOptions]
         choice: The config, whose sizes are set.
         machine: The machine.
         ways: Ways to train, the preferred one first; the last one takes the least memory.
-        length: Tokens at which no row is cut.
+        length: Tokens at which no row is cut, or that the user has given.
         most: Most rows of a micro-batch.
 
     Raises:
         ValueError: If nothing fits.
     """
     open_length, open_batch = not choice.has("data.max_length"), not choice.has("data.batch_size")
-    length = int(choice.get("data.max_length", length))
     if machine.device_bytes is None:
         choice.set("data.max_length", length)
         choice.set("data.batch_size", unlimited_batch(length, most), "a larger one is no faster on a CPU")
@@ -462,7 +466,7 @@ def _sized(choice: Choice, settings: Mapping[str, Any]) -> tuple[ChatDataModule,
     strategy: Any = cli.trainer.strategy
     hardware = DryRunHardware()
     dry_run = hardware.dry_run(strategy.shardings(1))
-    sizes = _SizeRun(dry_run.targets, data=cli.datamodule)
+    sizes = _SizeRun(dry_run.targets, data=cli.datamodule if settings["data.batch_size"] == "auto" else None)
     with silent(), strategy.session.planning_only(sizes):
         cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     return cli.datamodule, next(iter(hardware.answers(sizes).values()), None)

@@ -28,6 +28,7 @@ from lightning_protrain.commands.fit_choices import (
     learning_rate,
     longest_length,
     num_epochs,
+    packed_rows,
     packs,
     total_batch,
     unlimited_batch,
@@ -164,6 +165,11 @@ def test_the_amount_of_data_decides_steps_and_validation(rows: int, batch: int, 
 def test_no_row_is_cut_below_the_positions_and_short_ones_are_packed(corpus: Corpus, length: int, packed: bool) -> None:
     assert (longest_length(corpus, SMALL), packs(corpus, SMALL)) == (length, packed)
     assert not packs(corpus, ModelSize(SMALL.parameters, packs=False))
+
+
+def test_packed_rows_keep_the_conversations_of_a_step() -> None:
+    assert packed_rows(Corpus(rows=10_000, tokens=2_000_000, longest=1024), 1024) == (1953, 3)
+    assert packed_rows(Corpus(rows=1, tokens=2_000_000, longest=2_000_000, is_text=True), 2048) == (976, 16)
 
 
 def test_batches_on_a_cpu_without_a_limit_stay_small() -> None:
@@ -314,6 +320,7 @@ def test_qlora_needs_a_gpu(run, model: str, chats: str, monkeypatch: pytest.Monk
 
 def test_ranks_that_others_start_are_refused(run, model: str, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_command.TorchElasticEnvironment, "detect", staticmethod(lambda: True))
+    monkeypatch.setattr(fit_command.TorchElasticEnvironment, "world_size", lambda _: 2)
     assert "torchrun or srun must not start several" in run("fit", model, chats)
 
 
