@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import yaml
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from rich import get_console
 
 from lightning_protrain.cli import ProTrainCLI
@@ -299,14 +300,11 @@ def _set_method(choice: Choice, asked: Method | None, model: ModelSize, machine:
     first = TrainingOptions(method, precision, optimizer=optimizer)
     ways = [first, *(first.others if machine.bfloat16 else ())]
     _set_way(choice, first, machine)
-    if method == "full":
-        choice.set("model.weight_decay", 0.0)
-        return ways
+    choice.set("model.weight_decay", 0.0)
     for key, value in method_options(method, first.precision_with(machine.bfloat16)).items():
         shown = {"lora": reason, "dtype": "of the frozen weights", "quantization": ""}[key]
         if value != "float32":  # the default
             choice.set(f"model.{key}", value, shown)
-    choice.set("model.weight_decay", 0.0)
     return ways
 
 
@@ -393,18 +391,14 @@ def _set_training(choice: Choice, method: Method, model: ModelSize, corpus: Corp
         choice.config["model"]["class_path"] = "lightning_protrain.PreferenceModule"
         pairs = corpus.objective == "pairs"
         choice.set("model.loss", "dpo" if pairs else "kto", "the rows have pairs" if pairs else "the rows have labels")
+    count = get_human_readable_count(model.parameters).strip()
     rate = learning_rate(method, model.parameters, corpus.objective)
-    choice.set("model.learning_rate", rate, f"for {method}, {_short_number(model.parameters)} parameters")
+    choice.set("model.learning_rate", rate, f"for {method} of {count} parameters")
     choice.set("model.warmup_steps", 0.05, "of all steps")
     choice.set("trainer.max_epochs", num_epochs(corpus.rows), f"for {corpus.rows:,} rows")
     choice.set("trainer.gradient_clip_val", 1.0)
     if packs(corpus, model):
         choice.set("data.packing", True, "most rows are short")
-
-
-def _short_number(number: int) -> str:
-    unit, name = (1e9, "billion") if number >= 1e9 else (1e6, "million")
-    return f"{number / unit:.3g} {name}"
 
 
 @dataclass(frozen=True)
@@ -439,7 +433,7 @@ def _set_sizes(choice: Choice, machine: Machine, ways: Sequence[TrainingOptions]
     open_length, open_batch = not choice.has("data.max_length"), not choice.has("data.batch_size")
     if machine.device_bytes is None:
         choice.set("data.max_length", length)
-        choice.set("data.batch_size", unlimited_batch(length, most), "a larger one is no faster on a CPU")
+        choice.set("data.batch_size", unlimited_batch(length, most), "larger ones are hardly faster on a CPU")
         return
     if not (open_length or open_batch or len(ways) > 1):
         return
@@ -449,11 +443,11 @@ def _set_sizes(choice: Choice, machine: Machine, ways: Sequence[TrainingOptions]
     answer: object = None
     for way, limit in tries:
         _set_way(choice, way, machine)
-        batch = "auto" if open_batch else choice.get("data.batch_size")
+        batch = choice.get("data.batch_size", "auto" if most > 1 else 1)
         data, answer = _sized(choice, {"data.max_length": limit, "data.batch_size": batch})
         if not isinstance(answer, ValueError):
             choice.set("data.max_length", data.max_length)
-            fastest = "the fastest that fits" if data.batch_size <= most else "larger ones leave too few steps"
+            fastest = "the fastest that fits" if data.batch_size < most else "all rows of an optimizer step"
             choice.set("data.batch_size", min(data.batch_size, most), fastest)
             return
     assert isinstance(answer, ValueError)
