@@ -56,8 +56,12 @@ from lightning_protrain.strategy.joint_plan import DryRun
 # Prompts to answer before and after training, the most characters of one, and those of the beginning of a plain text.
 PROMPTS, PROMPT_CHARACTERS, TEXT_PREFIX = 3, 300, 60
 # What a dry run for the sizes does without.
-BARE = ("devices=1", "num_nodes=1", "logger=false", "callbacks=null", "enable_progress_bar=false")
+BARE = {"devices": 1, "num_nodes": 1, "callbacks": "null"} | dict.fromkeys(
+    ("logger", "enable_progress_bar", "enable_checkpointing"), "false"
+)
 CALLBACKS = "trainer.callbacks"
+# Keys whose values are added last, to what the command itself writes there.
+ADDED_LAST = (CALLBACKS, "trainer.logger")
 MACHINE_KEYS = ("trainer.accelerator", "trainer.devices", "trainer.strategy.device_memory")
 SHORT_OPTIONS = ("--method", "--device-memory", "--length", "--batch-size", "--epochs", "--output", "--dry-run")
 
@@ -73,14 +77,14 @@ class Choice:
     Attributes:
         config: The config, as `fit --config` reads it.
         reasons: Reason of each chosen value, by key.
-        given: Values that the user has given, which nothing replaces.
-        options: The options of the command line that gave them.
+        given: Values that the user has given, which nothing replaces; without those of ADDED_LAST.
+        overrides: Options that gave the values, as keys and texts.
     """
 
     config: Config
     reasons: Reasons = field(default_factory=dict)
     given: Config = field(default_factory=dict)
-    options: Sequence[str] = ()
+    overrides: Sequence[tuple[str, str]] = ()
 
     def set(self, key: str, value: Any, reason: str = "") -> None:
         """Set a value such as `trainer.precision`, unless the user has given it."""
@@ -138,8 +142,8 @@ def fit_command(arguments: Sequence[str]) -> None:
     _choose(choice, model, machine, ways)
     _set_outputs(choice, folder)
     for key, value in overrides:
-        if key.startswith(CALLBACKS):
-            put_option(choice.config, key, value)
+        if key.startswith(ADDED_LAST):
+            put_option(choice.config, key, _typed(value))
     text = choice.yaml() + "\n"
     get_console().print(text, highlight=False, markup=False, soft_wrap=True)
     if options.dry_run:
@@ -164,7 +168,7 @@ def _launch(path: Path) -> None:
         get_console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def parse(arguments: Sequence[str]) -> tuple[Namespace, list[tuple[str, Any]]]:
+def parse(arguments: Sequence[str]) -> tuple[Namespace, list[tuple[str, str]]]:
     """Return the names and short options, and the other options as pairs of a key and a value.
 
     Args:
@@ -175,7 +179,7 @@ def parse(arguments: Sequence[str]) -> tuple[Namespace, list[tuple[str, Any]]]:
     """
     count = next((at for at, text in enumerate(arguments) if text.startswith("-")), len(arguments))
     options, rest = _parser().parse_known_args(list(arguments[count:]))
-    options.names, options.rest = list(arguments[:count]), rest
+    options.names = list(arguments[:count])
     if count != 2:
         raise ValueError(
             f"`fit` needs two names, a model and its data, and there {'is' if count == 1 else 'are'} {count}: "
@@ -189,7 +193,7 @@ def parse(arguments: Sequence[str]) -> tuple[Namespace, list[tuple[str, Any]]]:
         if key.partition(".")[0] not in ("--model", "--data", "--trainer", "--seed_everything"):
             hint = " A config is trained without names: `fit --config FILE`." if key in ("--config", "-c") else ""
             raise ValueError(f"`{key}` is not an option of `fit MODEL DATA`{nearest(key, SHORT_OPTIONS)}{hint}")
-    return options, [(name, _typed(value)) for name, value in option_values(rest)]
+    return options, list(option_values(rest))
 
 
 def _is_model(name: str) -> bool:
@@ -257,7 +261,7 @@ def _new_folder(output: str | None, model: str, data: str) -> Path:
     return folder
 
 
-def _begun(options: Namespace, overrides: Sequence[tuple[str, Any]]) -> Choice:
+def _begun(options: Namespace, overrides: Sequence[tuple[str, str]]) -> Choice:
     """Return the config with the names, and with what the user has given."""
     name, dataset = options.names
     nested = any(key.startswith("data.dataset.") for key, _ in overrides)
@@ -281,12 +285,13 @@ def _begun(options: Namespace, overrides: Sequence[tuple[str, Any]]) -> Choice:
     if options.device_memory is not None:
         parse_bytes(options.device_memory, "--device-memory")
     given: Config = {}
-    for key, value in [*((key, value) for key, value in short.items() if value is not None), *overrides]:
-        if key.startswith(CALLBACKS) or (value == "auto" and key in ("data.max_length", "data.batch_size")):
-            continue
-        put_option(given, key, value)
-        put_option(config, key, value)
-    return Choice(config, given=given, options=options.rest)
+    first = [(key, value) for key, value in overrides if not key.startswith(ADDED_LAST)]
+    named = [(key, value) for key, value in short.items() if value is not None]
+    for key, value in [*named, *((key, _typed(value)) for key, value in first)]:
+        if value != "auto" or key not in ("data.max_length", "data.batch_size"):
+            put_option(given, key, value)
+            put_option(config, key, value)
+    return Choice(config, given=given, overrides=first)
 
 
 def _set_method(choice: Choice, asked: Method | None, model: ModelSize, machine: Machine) -> list[TrainingOptions]:
@@ -368,11 +373,8 @@ def _made(choice: Choice, settings: Mapping[str, Any]) -> ProTrainCLI:
     with TemporaryDirectory() as folder, silent():
         path = Path(folder, "config.yaml")
         path.write_text(yaml.safe_dump(choice.config, sort_keys=False), encoding="utf-8")
-        bare = [f"--trainer.{setting}" for setting in (*BARE, "enable_checkpointing=false")]
-        return _BareCLI(
-            ["--config", str(path), *choice.options, *(f"--{key}={value}" for key, value in settings.items()), *bare],
-            run=False,
-        )
+        options = (*choice.overrides, *settings.items(), *((f"trainer.{name}", value) for name, value in BARE.items()))
+        return _BareCLI(["--config", str(path), *(f"--{key}={value}" for key, value in options)], run=False)
 
 
 def _corpus(data: ChatDataModule) -> Corpus:

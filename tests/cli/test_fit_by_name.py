@@ -218,10 +218,12 @@ def test_what_the_user_gives_replaces_choices(run, model: str, chats: str, monke
     options = {
         "--model.lora.r": "4",
         "--model.learning_rate": "1e-4",
+        "--trainer.gradient_clip_val": "null",
         "--data.batch_size": "3",
         "--trainer.max_epochs": "7",
         "--trainer.callbacks+": "EarlyStopping",
         "--trainer.callbacks.monitor": "val_loss",
+        "--trainer.logger.flush_logs_every_n_steps": "5",
     }
     run("fit", model, chats, *(word for pair in options.items() for word in pair), "--output", "mine", "--length", "16")
     assert launched == ["mine/config.yaml"]
@@ -231,8 +233,11 @@ def test_what_the_user_gives_replaces_choices(run, model: str, chats: str, monke
     assert module["lora"] == {"r": 4, "lora_alpha": 32}
     assert float(module["learning_rate"]) == 1e-4
     assert (data["batch_size"], data["max_length"], config["trainer"]["max_epochs"]) == (3, 16, 7)
+    assert config["trainer"]["gradient_clip_val"] is None
     *_, last = config["trainer"]["callbacks"]
     assert last == {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}
+    logger = {"save_dir": "mine", "name": "logs", "flush_logs_every_n_steps": 5}
+    assert config["trainer"]["logger"]["init_args"] == logger
     assert "learning_rate: 1e-4\n" in text  # without a reason: it is the user's
 
 
