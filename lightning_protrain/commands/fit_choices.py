@@ -11,7 +11,7 @@ from lightning_protrain.cgroup_limits import free_host_bytes
 from lightning_protrain.config import format_bytes, parse_bytes
 from lightning_protrain.device.topology import describe_gpus, first_gpu
 from lightning_protrain.models.bnb import is_installed, require_installed
-from lightning_protrain.models.loading import PACKING_MODEL_TYPES, build_model, num_positions, read_config
+from lightning_protrain.models.loading import PACKING_MODEL_TYPES, build_model, check_source, num_positions, read_config
 from lightning_protrain.models.repeated_blocks import Method, silent
 from lightning_protrain.progress import waiting
 
@@ -165,8 +165,17 @@ def unlimited_batch(length: int, total: int) -> int:
     return max(min(CPU_TOKENS // length, total), 1)
 
 
-def model_size(name: str) -> ModelSize:
-    """Return the properties of a model by its name; download no weights."""
+def model_size(name: str, allow_pickle: bool) -> ModelSize:
+    """Return the properties of a model; download no weights.
+
+    Args:
+        name: As `model` of CausalLMModule.
+        allow_pickle: As in CausalLMModule.
+
+    Raises:
+        ValueError: If there is no such model, or its weights cannot be trained.
+    """
+    check_source(name, allow_pickle)
     config = read_config(name)
     with waiting("Counting parameters"), torch.device("meta"), silent():
         parameters = sum(parameter.numel() for parameter in build_model(config, "bfloat16").parameters())

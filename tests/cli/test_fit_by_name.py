@@ -281,6 +281,7 @@ def test_full_training_takes_the_first_optimizer_that_fits(
         (["chats.jsonl", "tiny"], "The model comes first: write `lightning-protrain fit tiny chats.jsonl`"),
         (["chats", "tiny.gguf"], "The model comes first"),
         (["./absent", "chats.jsonl"], r"There is no folder '\./absent'"),
+        (["empty", "chats.jsonl"], "There are no weights in 'empty'"),
         (["absent.gguf", "chats.jsonl"], r"There is no file 'absent\.gguf'"),
         (["tiny", "absent.jsonl"], r"No data set 'absent\.jsonl'"),
         (["tiny", "wrong.jsonl"], r"wrong\.jsonl, line 1: no `messages` list"),
@@ -303,6 +304,8 @@ def test_mistakes_are_told_in_a_sentence_and_nothing_is_written(
     Path("wrong.jsonl").write_text('{"a": 1}\n')
     Path("there").mkdir()
     Path("there/file").touch()
+    Path("empty").mkdir()
+    Path("empty/config.json").symlink_to(Path(model, "config.json"))
     Path("untold").mkdir()
     for name in os.listdir(model):
         Path("untold", name).symlink_to(Path(model, name))
