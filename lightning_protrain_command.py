@@ -23,7 +23,7 @@ INTERRUPTED = 130
 # Errors of a package that was built for other versions, or whose files are damaged.
 LOADING_ERRORS = (ImportError, OSError, RuntimeError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 COMMANDS = {
-    "fit": "train what a config describes",
+    "fit": "train a model on data by their names, `fit MODEL DATA`, or what a config describes",
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
     "predict": "run the model on data",
@@ -44,7 +44,8 @@ def print_help() -> None:
     parser = ArgumentParser(
         prog="lightning-protrain",
         description="Train, plan or preview what a config describes; work on the checkpoints of a run.",
-        epilog="Examples: lightning-protrain plan Qwen/Qwen3-8B --gpu 'RTX 4090'; "
+        epilog="Examples: lightning-protrain fit Qwen/Qwen3-0.6B chats.jsonl; "
+        "lightning-protrain plan Qwen/Qwen3-8B --gpu 'RTX 4090'; "
         "lightning-protrain fit --config quickstart.yaml. "
         "Options of a command: lightning-protrain fit --help.",
     )
@@ -70,6 +71,15 @@ def names_models(arguments: list[str]) -> bool:
             arguments.insert(at, "--config")
             return False
     return False
+
+
+def fits_by_name(arguments: list[str]) -> bool:
+    """Return True if a command line is `fit MODEL DATA`, without a config."""
+    return (
+        arguments[:1] == ["fit"]
+        and not "".join(arguments[1:2] or "-").startswith("-")
+        and not arguments[1].endswith((".yaml", ".yml"))
+    )
 
 
 def report_environment() -> None:
@@ -112,6 +122,8 @@ def main() -> None:
         # Such a plan compiles nothing. PEFT would import the compiler by way of bitsandbytes, which takes a second.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from lightning_protrain.commands.plan_command import plan_command  # without what only training needs
+    elif fits_by_name(arguments):
+        from lightning_protrain.commands.fit_command import main as run
     else:
         from lightning_protrain.cli import main as run
 

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from runpy import run_module
@@ -369,6 +369,11 @@ class ProTrainCLI(LightningCLI):
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "fit":
+            parser.description = (
+                "Train what a config describes. For a model and data by their names, without a config: "
+                "lightning-protrain fit MODEL DATA; its options: lightning-protrain fit MODEL DATA --help."
+            )
         if subcommand == "plan":
             parser.description = (
                 "Print the plan that `fit` would make with a config. For a model by its name, without a config: "
@@ -462,12 +467,19 @@ def _format_warning(
     return folded(f"Warning: {message}" if ours else f"{filename}:{lineno}: {category.__name__}: {message}") + "\n"
 
 
-def main() -> None:
-    """Run the command line; `lightning_protrain_command.py` has the console script, which calls this function."""
+def main(command: Callable[[], object] | None = None) -> None:
+    """Run the command line; `lightning_protrain_command.py` has the console script, which calls this function.
+
+    Args:
+        command: What to run; None means the command of the command line.
+    """
     try:
         quieten()
         # Excluding objects made by imports from garbage collection saves a tenth of the start-up time.
         gc.freeze()
+        if command is not None:
+            command()
+            return
         if sys.argv[1:2] and sys.argv[1] in FILE_COMMANDS:
             sys.exit(file_command(sys.argv[1:]))
         ProTrainCLI()

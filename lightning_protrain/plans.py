@@ -120,11 +120,15 @@ class TrainingOptions:
 
     def precision_on(self, gpu: str | None) -> str:
         """Return the precision of the training on a GPU; None means the device of this machine."""
+        return self.precision_with(gpu is None or find(gpu).bfloat16)
+
+    def precision_with(self, bfloat16: bool) -> str:
+        """Return the precision of the training on a GPU with or without bfloat16."""
         if self.precision is not None:
             return SHORT.get(self.precision, self.precision)
         if self.method == "full" and choose_optimizer(self.optimizer).kind is SplitAdamW:
             return "bf16-true"
-        return "bf16-mixed" if gpu is None or find(gpu).bfloat16 else "16-mixed"
+        return "bf16-mixed" if bfloat16 else "16-mixed"
 
     @property
     def others(self) -> tuple[TrainingOptions, ...]:

@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plans",),
     ("commands",),
     ("cli",),
+    ("commands.fit_command",),
     ("registration",),
     ("", "__main__"),
 )
@@ -102,7 +103,7 @@ FLAT_KEYWORDS = (
 # Who may import Lightning, and who must not import torch.
 MAY_IMPORT_LIGHTNING = (
     *("strategy", "fsdp2", "distributed", "report", "models", "callbacks", "data", "checkpoint.io", "trainer", "cli"),
-    *("commands.mistakes", "trainer_events", "registration"),
+    *("commands.mistakes", "commands.fit_command", "trainer_events", "registration"),
 )
 MUST_NOT_IMPORT_TORCH = (
     *("config", "progress", "planner", "profiler.records", "profiler.gpu_specs", "cgroup_limits", "connections"),

@@ -253,9 +253,9 @@ def mistake_in(parser: ArgumentParser, arguments: Sequence[str]) -> str | None:
         arguments: Options of the subcommand, as on the command line.
     """
     tree = {action.dest: dict(action.default) for action in parser._actions if _is_spec(action.default)}
-    for name, value in _options(arguments):
+    for name, value in option_values(arguments):
         if name not in ("c", "config"):
-            _put(tree, name, value)
+            put_option(tree, name, value)
             continue
         content = _config_in(value)
         if isinstance(content, str):
@@ -272,9 +272,9 @@ def mistake_in(parser: ArgumentParser, arguments: Sequence[str]) -> str | None:
 def source_of(arguments: Sequence[str], key: str) -> str | None:
     """Return the last config file that sets a key, or "command line"; None if the key is not set."""
     source, path = None, re.findall(r"[^.\[\]]+", key)
-    for name, value in _options(arguments):
+    for name, value in option_values(arguments):
         is_file = name in ("c", "config")
-        if _holds(_config_in(value) if is_file else _put({}, name, value), path):
+        if holds(_config_in(value) if is_file else put_option({}, name, value), path):
             source = value if is_file else COMMAND_LINE
     return source
 
@@ -285,7 +285,7 @@ def nearest(name: str, names: Iterable[str], form: str = "`{}`") -> str:
     return f"; did you mean {form.format(near[0])}?" if near else "."
 
 
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+def option_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield names and values of options; the value is empty if an option has none."""
     left = list(arguments)
     while left:
@@ -326,7 +326,7 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, Mapping | Namespace) and "class_path" in value
 
 
-def _put(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+def put_option(tree: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Set the value of an option such as `model.lora.r`, or append to a list for `trainer.callbacks+`.
 
     Mappings, and lists of them, are read from text; other text stays as it is, because it may be a template or a path.
@@ -375,7 +375,7 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
-def _holds(content: Any, path: Sequence[str]) -> bool:
+def holds(content: Any, path: Sequence[str]) -> bool:
     """Return True if a config contains a key.
 
     Args:
@@ -386,13 +386,13 @@ def _holds(content: Any, path: Sequence[str]) -> bool:
         return True
     content = read_text(content)  # A list of texts.
     if isinstance(content, list):
-        return path[0].isdigit() and int(path[0]) < len(content) and _holds(content[int(path[0])], path[1:])
+        return path[0].isdigit() and int(path[0]) < len(content) and holds(content[int(path[0])], path[1:])
     if not isinstance(content, Mapping):
         return False
     if path[0].isdigit() and path[0] not in content:  # Options have no index: they belong to the last element.
-        return _holds(content, path[1:])
+        return holds(content, path[1:])
     deeper = [content.get("init_args"), content.get("dict_kwargs")]
-    return (path[0] in content and _holds(content[path[0]], path[1:])) or any(_holds(inner, path) for inner in deeper)
+    return (path[0] in content and holds(content[path[0]], path[1:])) or any(holds(inner, path) for inner in deeper)
 
 
 def _hints(parser: ArgumentParser) -> dict[str, Any]:

@@ -49,6 +49,13 @@ def describe_gpus() -> list[str]:
     return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, architecture {gpu.major}.{gpu.minor}" for gpu in gpus]
 
 
+def first_gpu() -> tuple[int, bool] | None:
+    """Return the free memory of the first GPU, bytes, and True if it computes in bfloat16; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info(0)[0], torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def nvlink_counts() -> Sequence[Sequence[int]] | None:
     """Return the number of NVLinks between each pair of visible GPUs, or None if it cannot be read."""
     detect = getattr(torch._C._distributed_c10d, "_detect_dma_connectivity", None)

@@ -59,6 +59,23 @@ _Record = TypeVar("_Record")
 _BLOCK = re.compile(r"^((?:(?!vision|audio).)*?\.(?:layers|h)\.)(\d+)(?=\.|$)")
 
 
+def method_options(method: Method, precision: str) -> dict[str, Any]:
+    """Return the arguments of CausalLMModule for a method: adapters, and dtype and quantisation of frozen weights.
+
+    Args:
+        method: The method.
+        precision: As in the Trainer.
+    """
+    if method == "full":
+        return {}
+    # Frozen weights in float16 cannot be traced on the CPU, because its autocast does not support the dtype.
+    options: dict[str, Any] = {"lora": dict(LORA), "dtype": "bfloat16" if precision.startswith("bf16") else "float32"}
+    if method == "qlora":
+        compute = "float16" if precision.startswith("16") else "bfloat16"
+        options["quantization"] = {**FOUR_BITS, "bnb_4bit_compute_dtype": compute}
+    return options
+
+
 @dataclass(frozen=True)
 class ModelTraining:
     """A training that is planned from the config of its model, without weights.
@@ -83,12 +100,7 @@ class ModelTraining:
         """Return the module to train; it has no weights yet."""
         # Without a key-value cache, one profile is enough.
         options: dict[str, Any] = {"config": self._with({"use_cache": False}), "optimizer": self.optimizer}
-        if self.method != "full":
-            # Frozen weights in float16 cannot be traced on the CPU, because its autocast does not support the dtype.
-            half = self.precision.startswith("16")
-            options |= {"lora": LORA, "dtype": "float32" if half else "bfloat16"}
-            if self.method == "qlora":
-                options["quantization"] = {**FOUR_BITS, "bnb_4bit_compute_dtype": "float16" if half else "bfloat16"}
+        options |= method_options(self.method, self.precision)
         return CausalLMModule(**options)
 
     def shallow(self, depth: int) -> ModelTraining:
@@ -230,7 +242,7 @@ def _described(
     """Return the request for a plan of a training, and the profiled workload for each GPU."""
     dry = _Collecting(dry_run.targets, dry_run.ranks, dry_run.clusters, slices=slices)
     data = DataLoader(SyntheticData(training.batch_size, training.length), batch_size=None)
-    with _silent():
+    with silent():
         strategy = ProTrainStrategy()
         trainer = Trainer(
             strategy=strategy,
@@ -247,7 +259,7 @@ def _described(
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Suppress messages of Lightning and other libraries about a Trainer that trains nothing."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "bitsandbytes.backends.cpu.ops")]
     levels = [logger.level for logger in loggers]
