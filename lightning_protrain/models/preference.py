@@ -233,6 +233,10 @@ class PreferenceModule(CausalLMModule):
         other = 'loss="kto"' if self.objective.has_pairs else "another loss"
         return f"loss={self.objective.loss!r} trains on {rows}, but {where} has others. Give such rows, or {other}."
 
+    def _check_objective(self, objective: str | None) -> None:
+        if objective not in (None, "pairs" if self.objective.has_pairs else "unpaired"):
+            raise ValueError(self._refusal_of_rows("the data"))
+
     # The reference
 
     @property
@@ -309,9 +313,6 @@ class PreferenceModule(CausalLMModule):
         warnings.filterwarnings("ignore", "You have overridden `on_before_batch_transfer` in `LightningModule`")
         self._reference_is_checked = False
         datamodule = getattr(self.trainer, "datamodule", None)
-        kind = "pairs" if self.objective.has_pairs else "unpaired"
-        if getattr(datamodule, "objective", kind) != kind:
-            raise ValueError(self._refusal_of_rows("the data"))
         is_new = stage == "fit" and self.trainer.global_step == 0  # A resumed checkpoint gives its reference later.
         if is_new or not self._reference_is_of_fit:
             self._reference = None

@@ -37,8 +37,8 @@ from tests.support.trainers import SILENT
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHIPPED = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 # `vision` needs a processor and images: tests/cli/test_shipped_configs.py runs it. `smollm2-lora` brings its own model:
-# test_smollm2.py runs it.
-ELSEWHERE = {"vision", "smollm2-lora"}
+# test_smollm2.py runs it. `preferences` has another loss and is not packed: test_preferences.py runs it.
+ELSEWHERE = {"vision", "smollm2-lora", "preferences"}
 CONFIGS = {name: path for name, path in SHIPPED.items() if name not in ELSEWHERE}
 COMMAND = str(Path(sys.executable).parent / "lightning-protrain")
 # Seconds of one command. An idle machine needs 6 to 15.
@@ -328,6 +328,11 @@ def furnish(model: Path) -> None:
         Path("data", f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in conversations()))
     texts = [{"text": " ".join(each["content"] for each in row["messages"])} for row in conversations()]
     Path("data", "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    pairs = [
+        {"chosen": row["messages"], "rejected": [row["messages"][0], {"role": "assistant", "content": f"{number}."}]}
+        for number, row in enumerate(conversations())
+    ]
+    Path("data", "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     roles = {"user": "human", "assistant": "bot"}
     shared = [
         {"conversations": [{"from": roles[each["role"]], "value": each["content"]} for each in row["messages"]]}
