@@ -20,7 +20,7 @@ TOTAL_BATCH, EPOCH_STEPS = 16, 24
 # Rows below which nothing is validated; fraction and greatest number of validation rows.
 LEAST_VALIDATED, VAL_FRACTION, MOST_VALIDATED = 20, 0.05, 500
 # Rows up to which there are three epochs, and two.
-THREE_EPOCHS, TWO_EPOCHS = 5_000, 20_000
+THREE_EPOCHS, TWO_EPOCHS = 100, 10_000
 # Learning rates of models of RATED parameters and more, by objective and method. Smaller ones get up to tenfold.
 RATES = {"tokens": {"full": 1e-5, "lora": 2e-4}, "preferences": {"full": 5e-7, "lora": 5e-6}}
 RATED, MOST_RAISED = 8e9, 10.0

@@ -144,7 +144,7 @@ def test_smaller_models_get_larger_learning_rates(method: Any, parameters: float
 
 @pytest.mark.parametrize(
     ("rows", "batch", "epochs", "fraction"),
-    [(3, 1, 3, 0.0), (110, 4, 3, 0.05), (400, 16, 3, 0.05), (5_000, 16, 3, 0.05), (50_000, 16, 1, 0.01)],
+    [(3, 1, 3, 0.0), (110, 4, 2, 0.05), (400, 16, 2, 0.05), (5_000, 16, 2, 0.05), (50_000, 16, 1, 0.01)],
 )
 def test_the_amount_of_data_decides_steps_and_validation(rows: int, batch: int, epochs: int, fraction: float) -> None:
     assert (total_batch(rows), num_epochs(rows), val_fraction(rows)) == (batch, epochs, fraction)
@@ -359,5 +359,5 @@ def test_one_line_teaches_a_real_model() -> None:
     assert ended.status == 0, ended.output
     rows = re.findall(r"^[|] (\S.*?) *[|] (.*?) *[|] (.*?) *[|]$", ended.output.replace("\u2502", "|"), re.MULTILINE)
     assert len(rows) == 3
-    assert all(after.startswith("Arr, ") for _, _, after in rows)
-    assert not any("Arr" in before for _, before, _ in rows)
+    assert all("matey" in after for _, _, after in rows)
+    assert not any("matey" in before for _, before, _ in rows)
