@@ -36,8 +36,8 @@ from tests.support.trainers import SILENT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHIPPED = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
-# `vision` needs a processor and images: tests/cli/test_shipped_configs.py runs it. Those of SmolLM2 bring their own model:
-# test_smollm2.py runs them. `preferences` has another loss and is not packed: test_preferences.py runs it.
+# `vision` needs a processor and images: tests/cli/test_shipped_configs.py runs it. Those of SmolLM2 bring their own
+# model: test_smollm2.py runs them. `preferences` has another loss and is not packed: test_preferences.py runs it.
 ELSEWHERE = {"vision", "smollm2-lora", "smollm2-preferences", "preferences"}
 CONFIGS = {name: path for name, path in SHIPPED.items() if name not in ELSEWHERE}
 COMMAND = str(Path(sys.executable).parent / "lightning-protrain")
