@@ -391,7 +391,7 @@ class CausalLMModule(RestorableModule):
         self._new_tokens = dict(zip(tokenizer.convert_tokens_to_ids(new), new, strict=True)) if new else {}
         config = self._resolve_config()
         _settle_packing(config, datamodule)
-        self._check_objective(getattr(datamodule, "objective", None))
+        self.check_objective(getattr(datamodule, "objective", None))
         with_media: list[Any] = getattr(datamodule, "rows_with_media", list)()
         if (limit := getattr(datamodule, "limit_length", None)) is not None:
             limit(num_positions(config))
@@ -404,7 +404,7 @@ class CausalLMModule(RestorableModule):
         vocab_size = self.hparams["vocab_size"] or vocab_size_of(config)
         try_metrics({name: self.val_metrics[name] for name in self._user_metrics}, vocab_size)
 
-    def _check_objective(self, objective: str | None) -> None:
+    def check_objective(self, objective: str | None) -> None:
         """Raise ValueError if the module has another loss than the data is for; None: the data does not say."""
         if objective in ("pairs", "unpaired"):
             raise ValueError(

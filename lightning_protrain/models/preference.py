@@ -233,7 +233,8 @@ class PreferenceModule(CausalLMModule):
         other = 'loss="kto"' if self.objective.has_pairs else "another loss"
         return f"loss={self.objective.loss!r} trains on {rows}, but {where} has others. Give such rows, or {other}."
 
-    def _check_objective(self, objective: str | None) -> None:
+    def check_objective(self, objective: str | None) -> None:
+        """Raise ValueError if the data is for another loss, as in `CausalLMModule`."""
         if objective not in (None, "pairs" if self.objective.has_pairs else "unpaired"):
             raise ValueError(self._refusal_of_rows("the data"))
 

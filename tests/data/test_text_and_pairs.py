@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lightning_protrain import CausalLMModule, ChatDataModule
+from lightning_protrain import CausalLMModule, ChatDataModule, Evaluator, PreferenceModule
 from lightning_protrain.data.batches.encode_text import TextEncoder
 from lightning_protrain.data.batches.loader import BatchRows, count_trained
+from tests.support.trainers import SILENT
 
 TEXTS = [f"Text {i} is about {'this and ' * (i % 5)}that. " * (1 + i % 3) for i in range(30)]
 
@@ -364,3 +366,59 @@ def test_a_row_of_another_kind_in_a_stream_is_refused_by_its_name(plain: str, tm
     data = _data({"path": _write(tmp_path / "a.jsonl", rows), "streaming": True, "format": "auto"}, plain, tmp_path)
     with pytest.raises(ValueError, match=r"a.jsonl, row 90: a conversation, and the first row of the stream is a doc"):
         next(iter(data.train_dataloader()))
+
+
+# Modules
+
+
+def _module(kind: type[CausalLMModule], tokenizer: PreTrainedTokenizerFast) -> CausalLMModule:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+    return kind(config={"model_type": "llama", "vocab_size": len(tokenizer), **sizes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "message"),
+    [
+        (CausalLMModule, PAIRS, "The rows of the data are preferences, which PreferenceModule trains"),
+        (
+            PreferenceModule,
+            [{"prompt": "Why?", "completion": "So."}] * 2,
+            "trains on rows with `chosen` and `rejected`",
+        ),
+    ],
+)
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_rows_for_another_loss_are_refused_before_training(
+    tokenizer: PreTrainedTokenizerFast,
+    chatty: str,
+    tmp_path: Path,
+    kind: Any,
+    others: Any,
+    message: str,
+    evaluated: bool,
+) -> None:
+    wrong = ChatDataModule(_write(tmp_path / "wrong.jsonl", others), chatty, val_fraction=0.5, cache_dir=str(tmp_path))
+    right_rows = PAIRS if kind is PreferenceModule else [{"prompt": "Why?", "completion": "So."}] * 4
+    right = ChatDataModule(_write(tmp_path / "right.jsonl", right_rows), chatty, cache_dir=str(tmp_path))
+    callbacks: Any = [Evaluator({"others": wrong}, every_n_steps=1)] if evaluated else []
+    trainer = Trainer(accelerator="cpu", max_steps=1, callbacks=callbacks, **SILENT)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(_module(kind, tokenizer), datamodule=right if evaluated else wrong)
+
+
+def test_a_model_that_cannot_keep_documents_apart_gets_one_a_row(
+    tokenizer: PreTrainedTokenizerFast, plain: str, tmp_path: Path
+) -> None:
+    path = _write(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "vocab_size": len(tokenizer)}
+    for packing in (None, True):
+        data = ChatDataModule(path, plain, max_length=32, packing=packing, cache_dir=str(tmp_path))
+        trainer = Trainer(accelerator="cpu", max_steps=1, **SILENT)
+        module = CausalLMModule(config={"model_type": "opt", **sizes})
+        if packing:
+            with pytest.raises(ValueError, match="Packed rows need a model that keeps their segments apart"):
+                trainer.fit(module, datamodule=data)
+        else:
+            trainer.fit(module, datamodule=data)
+            assert not data.packs
