@@ -155,8 +155,13 @@ def packs(corpus: Corpus, model: ModelSize) -> bool:
 
 
 def longest_length(corpus: Corpus, model: ModelSize) -> int:
-    """Return the length at which no row is cut, or the number of positions if that is less."""
-    longest = min(corpus.longest, TEXT_LENGTH) if corpus.is_text else corpus.longest
+    """Return the length at which no row is cut, or the number of positions if that is less.
+
+    Plain text is packed into rows of TEXT_LENGTH, or of less if an epoch would have fewer than EPOCH_STEPS rows.
+    """
+    longest = corpus.longest
+    if corpus.is_text:
+        longest = min(max(longest, corpus.tokens // EPOCH_STEPS // 8 * 8), TEXT_LENGTH)
     return longest if model.positions is None or corpus.has_media else min(longest, model.positions)
 
 

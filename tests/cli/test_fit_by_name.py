@@ -204,6 +204,31 @@ def _trained(folder: Path) -> tuple[list[str], dict[str, torch.Tensor]]:
     return losses, load_file(folder / "model/adapter_model.safetensors")
 
 
+TEXTS = [{"text": f"What is {i} plus {i}? " * (1 + i % 3)} for i in range(60)]
+PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "The sum."} for i in range(60)]
+LABELLED = [{"prompt": f"What is {i}?", "completion": f"It is {i}.", "label": i % 2 == 0} for i in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "module", "shown"),
+    [
+        (TEXTS, "CausalLMModule", {"max_length": 40}),
+        (PAIRS, "PreferenceModule", {"loss": "dpo"}),
+        (LABELLED, "PreferenceModule", {"loss": "kto"}),
+    ],
+    ids=["text", "pairs", "labelled"],
+)
+def test_every_kind_of_row_gets_its_loss(run, model: str, rows: Any, module: str, shown: dict[str, Any]) -> None:
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = ("--trainer.accelerator", "cpu", "--trainer.callbacks", "null")
+    output = run("fit", model, "rows.jsonl", "--output", "out", *QUICK, *limits)
+    config = yaml.safe_load(Path("out/config.yaml").read_text())
+    assert config["model"]["class_path"] == f"lightning_protrain.{module}", output
+    chosen = config["model"]["init_args"] | config["data"]["init_args"]
+    assert {name: chosen[name] for name in shown} == shown
+    assert "The model is in out/model" in output
+
+
 def test_a_dry_run_shows_config_and_plan_and_writes_nothing(run, model: str, chats: str) -> None:
     there = sorted(os.listdir())
     shown = run("fit", model, chats, "--dry-run", "--epochs", "2")
