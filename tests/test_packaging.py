@@ -41,6 +41,7 @@ PUBLIC = {
     "Plan",
     "PlanMonitor",
     "PositionScores",
+    "PreferenceModule",
     "ProTrainCheckpoint",
     "ProTrainCheckpointIO",
     "ProTrainFSDP2Strategy",

@@ -384,8 +384,8 @@ def test_no_weights_are_read_for_the_arguments_in_a_checkpoint(
         return content
 
     monkeypatch.setattr(torch, "load", counted)
-    with pytest.warns(UserWarning, match=r"model\.learning_rate=0\.5 instead of"):
-        cli = ProTrainCLI(["validate", *run_options, "--ckpt_path=large.ckpt"])
+    with pytest.warns(UserWarning, match=r"model\.learning_rate=0\.5 instead of 0\.1"):
+        cli = ProTrainCLI(["validate", *run_options, "--model.learning_rate=0.1", "--ckpt_path=large.ckpt"])
     assert cli.model.hparams["learning_rate"] == 0.5
     (nbytes,) = read
     assert (nbytes < 1 << 20) is archive

@@ -144,7 +144,7 @@ def callbacks(name: str, **arguments: Any) -> list[dict[str, Any]]:
         ({"data__batch_size": "many"}, "`data.batch_size: many` must be a whole number or auto."),
         ({"data__packing": "yess"}, "`data.packing: yess` must be true or false or null."),
         ({"model__betas": [0.9]}, "`model.betas: [0.9]` must be a list of 2."),
-        ({"model__learning_rate": "fast"}, "`model.learning_rate: fast` must be a number."),
+        ({"model__learning_rate": "fast"}, "`model.learning_rate: fast` must be a number or null."),
         ({"trainer__max_steps": "two"}, "`trainer.max_steps: two` must be a whole number."),
         (
             {"data__train_on_eos": "turns"},
@@ -324,7 +324,7 @@ def test_a_rank_is_silent_about_what_rank_0_says(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_misspelt_command_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said("fti", monkeypatch=monkeypatch).endswith("merge, env; did you mean `fit`?")
+    assert said("fti", monkeypatch=monkeypatch).endswith("merge, chat, env; did you mean `fit`?")
     assert said("fitss", monkeypatch=monkeypatch).endswith("did you mean `fits`?")
     assert said("exprot", "a", "b", monkeypatch=monkeypatch).endswith("did you mean `export`?")
     assert said(monkeypatch=monkeypatch).startswith("lightning-protrain needs a command, one of fit,")
