@@ -120,7 +120,7 @@ class Evaluator(CopyableCallback):
             with failing_together("Loading the data of Evaluator"):
                 self._loaders = {name: _loader(name, data, trainer) for name, data in self.data.items()}
                 for data in self.data.values():  # A module of another class has no such check.
-                    getattr(pl_module, "check_objective", str)(getattr(data, "objective", None))
+                    getattr(pl_module, "check_evaluated", str)(getattr(data, "objective", None))
         _refuse_empty(self._loaders, trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

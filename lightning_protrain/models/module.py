@@ -412,6 +412,10 @@ class CausalLMModule(RestorableModule):
                 "train on the answers of one column as conversations, choose with `format` and `fields` of the data."
             )
 
+    def check_evaluated(self, objective: str | None) -> None:
+        """Raise ValueError if an `Evaluator` cannot score its data; the argument is `objective` of the data."""
+        self.check_objective(objective)
+
     def configure_model(self) -> None:
         """Build the model or load its weights; do nothing if the model exists."""
         if self.model is None:

@@ -238,6 +238,16 @@ class PreferenceModule(CausalLMModule):
         if objective not in (None, "pairs" if self.objective.has_pairs else "unpaired"):
             raise ValueError(self._refusal_of_rows("the data"))
 
+    def check_evaluated(self, objective: str | None) -> None:
+        """Raise ValueError if an `Evaluator` cannot score its data, as in `CausalLMModule`."""
+        self.check_objective(objective)
+        if self._has_table:
+            raise ValueError(
+                f"loss={self.objective.loss!r} has a reference for training and validation rows only, so an Evaluator "
+                'cannot score others. Give them as a split "validation", or train with `lora` (without '
+                "`precompute_ref_log_probs`), `orpo` or `simpo`."
+            )
+
     # The reference
 
     @property

@@ -230,6 +230,14 @@ def test_what_cannot_be_compared_is_refused(row: Any, message: str) -> None:
         _parse(row)
 
 
+def test_roles_of_the_data_tell_what_is_an_answer() -> None:
+    row = {"messages": [Q, {"role": "pirate", "content": "So."}], "label": False}
+    parsed = _parse(row, roles={"pirate": "assistant"})
+    assert parsed["sides"][0]["messages"] == LABELLED
+    with pytest.raises(MalformedRow, match="there is no answer after the prompt"):
+        _parse(row)
+
+
 def test_a_label_is_true_or_false() -> None:
     with pytest.raises(MalformedRow, match=r"`label` is 7\. Give true for a desirable answer"):
         _parse({"prompt": "Why?", "completion": "So.", "label": 7}, format="unpaired_preference")

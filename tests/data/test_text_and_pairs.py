@@ -406,6 +406,16 @@ def test_rows_for_another_loss_are_refused_before_training(
         trainer.fit(_module(kind, tokenizer), datamodule=right if evaluated else wrong)
 
 
+def test_an_evaluator_without_a_reference_is_refused_before_training(
+    tokenizer: PreTrainedTokenizerFast, chatty: str, tmp_path: Path
+) -> None:
+    path = _write(tmp_path / "a.jsonl", PAIRS)
+    data, others = (ChatDataModule(path, chatty, val_fraction=0.3, cache_dir=str(tmp_path)) for _ in range(2))
+    trainer = Trainer(accelerator="cpu", max_steps=1, callbacks=[Evaluator({"others": others})], **SILENT)
+    with pytest.raises(ValueError, match="an Evaluator cannot score others"):
+        trainer.fit(_module(PreferenceModule, tokenizer), datamodule=data)
+
+
 def test_a_model_that_cannot_keep_documents_apart_gets_one_a_row(
     tokenizer: PreTrainedTokenizerFast, plain: str, tmp_path: Path
 ) -> None:

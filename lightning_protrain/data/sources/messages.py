@@ -68,11 +68,14 @@ def parse_message(entry: Any, where: str, roles: Mapping[str, str]) -> Message:
     return message
 
 
+def role_of(role: str, roles: Mapping[str, str]) -> str | None:
+    """Return the standard role for a name in the data, of which `roles` maps some; None if it is unknown."""
+    return roles.get(role) or ROLE_NAMES.get(role.strip().lower())
+
+
 def _role(role: Any, where: str, roles: Mapping[str, str]) -> str:
-    if isinstance(role, str):
-        known = roles.get(role) or ROLE_NAMES.get(role.strip().lower())
-        if known:
-            return known
+    if isinstance(role, str) and (known := role_of(role, roles)):
+        return known
     names = ", ".join(dict.fromkeys((*ROLES, *roles.values())))
     raise MalformedRow(f"{where}: the role is {role!r}. Use one of {names}, or map it to one with `roles`.")
 

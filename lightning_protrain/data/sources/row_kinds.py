@@ -24,7 +24,7 @@ from lightning_protrain.data.conversation import (
     Row,
 )
 from lightning_protrain.data.sources.media import MEDIA_KINDS, media_source, named_media, place_media
-from lightning_protrain.data.sources.messages import check_order, kind_of, parse_message, parse_tools
+from lightning_protrain.data.sources.messages import check_order, kind_of, parse_message, parse_tools, role_of
 from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS, Format
 
 # Common column names: a row with one of PROMPTS and one of RESPONSES is a prompt with its response.
@@ -320,11 +320,15 @@ def _parse_completion(row_format: RowFormat, row: Mapping[str, Any], where: str,
 
 def _parse_response(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Conversation:
     conversation = row_format.conversation(_parse_pair(row_format, row, where), row, where, folder)
-    prompt, response = row.get("prompt"), row.get("completion")
-    are_texts = isinstance(prompt, str) and isinstance(response, str) and len(conversation["messages"]) == 2
-    if are_texts and not any(row.get(key) for key in (*CONTEXTS, "tools")) and "media" not in conversation:
-        conversation["plain"] = {"text": str(response), "prompt": str(prompt)}
+    _add_plain(conversation, row, row.get("completion"))
     return conversation
+
+
+def _add_plain(conversation: Conversation, row: Mapping[str, Any], answer: Any) -> None:
+    """Add the plain form of a row if it is a `prompt` and an answer in text, and nothing else."""
+    prompt, others = row.get("prompt"), (*CONTEXTS, "system", "system_prompt", "history", "tools", *MEDIA_COLUMNS)
+    if isinstance(prompt, str) and isinstance(answer, str) and not any(row.get(key) for key in others):
+        conversation["plain"] = {"text": answer, "prompt": prompt}
 
 
 # Kinds of judged answers
@@ -339,9 +343,11 @@ def _parse_preference(row_format: RowFormat, row: Mapping[str, Any], where: str,
     prompt = _prompt(row_format, row, where)
     if prompt is None and all(isinstance(answer, str) for answer in answers):
         return _texts_with_prompt(row_format, answers, where, folder)
-    turns = [[{"role": "assistant", "content": it}] if isinstance(it, str) else list(it) for it in answers]
+    turns = [
+        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer) for answer in answers
+    ]
     shared = _num_equal(*([*map(_without_nulls, side[:-1])] for side in turns))
-    if shared and str(turns[0][0].get("role", turns[0][0].get("from"))).lower() not in _ANSWERING:
+    if shared and not _is_answer(row_format, turns[0][0]):
         prompt, turns = turns[0][:shared], [side[shared:] for side in turns]
     if not prompt:
         raise MalformedRow(
@@ -349,10 +355,9 @@ def _parse_preference(row_format: RowFormat, row: Mapping[str, Any], where: str,
             'same messages. Name its column with `fields`: {"prompt": ...}.'
         )
     sides = [_side(row_format, (prompt, side), row, where, folder) for side in turns]
-    if isinstance(row.get("prompt"), str) and all(isinstance(answer, str) for answer in answers):
+    if all(isinstance(answer, str) for answer in answers):
         for side, answer in zip(sides, answers, strict=True):
-            if not any(row.get(key) for key in (*CONTEXTS, "system", "system_prompt", "history", "tools")):
-                side["plain"] = {"text": str(answer), "prompt": row["prompt"]}
+            _add_plain(side, row, answer)
     return {"sides": [*sides], "num_prompt": len(sides[0]["messages"]) - len(turns[0])}
 
 
@@ -364,20 +369,20 @@ def _parse_unpaired(row_format: RowFormat, row: Mapping[str, Any], where: str, f
     is_list = not _response_columns(row)
     column = next(iter(_given(row, [*_LISTS])), "messages")
     entries = _turn_list(row_format, row, column, where) if is_list else _parse_pair(row_format, row, where)
-    spoken = [str(entry.get("role", "")).lower() in _ANSWERING for entry in entries if isinstance(entry, Mapping)]
-    num_answers = next((number for number, is_answer in enumerate(reversed(spoken)) if not is_answer), len(spoken))
+    num_answers = sum(1 for _ in takewhile(lambda entry: _is_answer(row_format, entry), reversed(entries)))
     at = len(entries) - num_answers
     if at in (0, len(entries)):
         missing = "prompt" if at == 0 else "answer after the prompt"
         raise MalformedRow(f"{where}: there is no {missing}. Give a prompt and an answer, or remove the row.")
     side = _side(row_format, (entries[:at], entries[at:]), row, where, folder)
-    plain = None if is_list else _parse_response(row_format, row, where, folder).get("plain")
-    if plain is not None:
-        side["plain"] = plain
+    _add_plain(side, row, None if is_list else row.get("completion"))
     return {"sides": [side], "num_prompt": len(side["messages"]) - num_answers, "label": bool(label)}
 
 
-_ANSWERING = ("assistant", "gpt", "bot", "model", "chatgpt", "tool", "function", "observation")
+def _is_answer(row_format: RowFormat, entry: Any) -> bool:
+    """Return True if a message belongs to an answer: it is the assistant's, or the result of a tool that it calls."""
+    role = entry.get("role") if isinstance(entry, Mapping) else None
+    return isinstance(role, str) and role_of(role, row_format.roles) in ("assistant", "tool")
 
 
 def _answer_column(row: Mapping[str, Any], columns: Sequence[str], where: str) -> str:
