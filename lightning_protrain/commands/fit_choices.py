@@ -37,7 +37,7 @@ class Machine:
     Attributes:
         ranks: Number of GPUs or processes of this node that train.
         on_gpu: True if GPUs train, False if the CPU does.
-        bfloat16: True if the GPU computes in bfloat16.
+        bfloat16: True if the GPU, or else the CPU, has matrix units for bfloat16.
         device_bytes: Device memory that may be used; None means no limit.
         host_bytes: Free memory of the host.
     """
@@ -200,4 +200,5 @@ def find_machine(accelerator: str, devices: int | str | list[int], limit: int | 
         devices = max(len(describe_gpus()), 1) if gpu else 1
     count = devices if isinstance(devices, int) else len(devices.split(",") if isinstance(devices, str) else devices)
     nbytes = (None if gpu is None else gpu[0]) if limit == "auto" else parse_bytes(limit, "device_memory")
-    return Machine(count, gpu is not None, gpu is not None and gpu[1], nbytes, free_host_bytes())
+    bfloat16 = gpu[1] if gpu else bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return Machine(count, gpu is not None, bfloat16, nbytes, free_host_bytes())

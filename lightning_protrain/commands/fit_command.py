@@ -299,7 +299,7 @@ def _set_method(choice: Choice, asked: Method | None, model: ModelSize, machine:
     """Set precision, dtype, adapters and quantisation; return the ways to try in turn, with different optimizers."""
     method, reason = choose_method(asked, model, machine)
     precision, optimizer = choice.get("trainer.precision"), choice.get("model.optimizer")
-    if precision is None and not machine.on_gpu:
+    if precision is None and not (machine.on_gpu or machine.bfloat16):
         precision = "32-true"
     if isinstance(precision, int):
         precision = str(precision)
@@ -317,8 +317,9 @@ def _set_method(choice: Choice, asked: Method | None, model: ModelSize, machine:
 def _set_way(choice: Choice, way: TrainingOptions, machine: Machine) -> None:
     """Set the precision and the optimizer of one of the ways to train."""
     precision = way.precision_with(machine.bfloat16)
-    device = "the GPU computes in bfloat16" if machine.bfloat16 else "the GPU has no bfloat16"
-    choice.set("trainer.precision", precision, device if machine.on_gpu else "exact; bf16-mixed may be faster")
+    device = "GPU" if machine.on_gpu else "CPU"
+    reason = f"the {device} computes in bfloat16" if machine.bfloat16 else f"the {device} has no units for bfloat16"
+    choice.set("trainer.precision", precision, reason)
     if way.optimizer is not None:
         choice.set("model.optimizer", way.optimizer, "keeps float32 masters; float32 weights do not fit")
     if precision == "bf16-true" and way.method == "full":

@@ -266,6 +266,18 @@ def test_what_the_user_gives_replaces_choices(run, model: str, chats: str, monke
     assert "learning_rate: 1e-4\n" in text  # without a reason: it is the user's
 
 
+@pytest.mark.parametrize(("amx", "precision", "dtype"), [(True, "bf16-mixed", "bfloat16"), (False, "32-true", None)])
+def test_a_cpu_with_units_for_bfloat16_uses_them(
+    run, model: str, chats: str, monkeypatch: pytest.MonkeyPatch, amx: bool, precision: str, dtype: str | None
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
+    monkeypatch.setattr(fit_command, "_launch", lambda path: None)
+    run("fit", model, chats, "--output", "out")
+    config = yaml.safe_load(Path("out/config.yaml").read_text(encoding="utf-8"))
+    assert config["trainer"]["precision"] == precision
+    assert config["model"]["init_args"].get("dtype") == dtype
+
+
 def test_full_training_takes_the_first_optimizer_that_fits(
     run, model: str, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
