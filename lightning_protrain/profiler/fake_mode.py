@@ -61,8 +61,6 @@ _DTYPE_OF_FIRST = (
     torch.Tensor.bfloat16,
 )
 _DTYPE_OF_OTHERS = (torch.Tensor.to, torch.Tensor.type_as, torch.result_type)
-# `torch.autograd.Function.apply` passes its arguments through this function of PyTorch.
-_UNWRAP = "unwrap_dead_wrappers"
 
 
 class Observer(Protocol):
@@ -129,13 +127,17 @@ def _run_backward(
 @contextmanager
 def lifting_functions(stand_ins: StandIns) -> Iterator[None]:
     """Replace tensors by stand-ins in `torch.autograd.Function.apply`, which function modes do not intercept."""
-    module = torch.autograd.function._functorch.utils
-    unwrap = getattr(module, _UNWRAP)
-    setattr(module, _UNWRAP, lambda args: stand_ins.lifted(unwrap(args)))
+    function: Any = torch.autograd.Function
+    real = function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return real.__get__(None, cls)(*stand_ins.lifted(args), **stand_ins.lifted(kwargs))
+
+    function.apply = classmethod(apply)
     try:
         yield
     finally:
-        setattr(module, _UNWRAP, unwrap)
+        function.apply = real
 
 
 def _dtype_reads(func: Any, args: tuple[Any, ...]) -> list[Tensor]:

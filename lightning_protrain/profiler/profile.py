@@ -235,10 +235,10 @@ def _recorded_step(
         for name, module in list(model.named_modules()):
             forward = module.forward if slices is None else _slicing(name, module.forward, slices, recorder)
             vars(module)["forward"] = _recording(forward, units.get(id(module)), recorder)
-        recorder.watch_gradients()
-        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-            outputs = step()
-        recorder.run_backward(outputs)
+        with recorder.watch_gradients():
+            with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+                outputs = step()
+            recorder.run_backward(outputs)
         del outputs
     profile = recorder.profile()
     return profile if slices is None else replace(profile, slice_tokens=slices.tokens)

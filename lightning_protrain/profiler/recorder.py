@@ -569,12 +569,30 @@ class Recorder:
         finally:
             self._slices = False
 
-    def watch_gradients(self) -> None:
+    @contextmanager
+    def watch_gradients(self) -> Iterator[None]:
         """Free gradients of parameters after their accumulation."""
+        handles = []
         for fqn, parameter in self._named.items():
             stand_in = self._mode.stand_in(parameter)
-            if stand_in.requires_grad:
-                stand_in.register_post_accumulate_grad_hook(functools.partial(self._accumulate, fqn))
+            if not stand_in.requires_grad:
+                continue
+            stand_in.register_post_accumulate_grad_hook(functools.partial(self._accumulate, fqn))
+            if stand_in is not parameter:
+                moved = functools.partial(self._accumulate_moved, fqn, stand_in)
+                with torch._C.DisableTorchFunction():  # else the hook is the stand-in's
+                    handles.append(parameter.register_post_accumulate_grad_hook(moved))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _accumulate_moved(self, fqn: str, stand_in: Tensor, parameter: Tensor) -> None:
+        """Handle a gradient of the parameter itself: `apply = Function.apply`, kept from before, has no stand-ins."""
+        with torch._C.DisableTorchFunction():
+            stand_in.grad, parameter.grad = parameter.grad, None
+        self._accumulate(fqn, stand_in)
 
     def _accumulate(self, fqn: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
