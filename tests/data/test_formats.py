@@ -38,6 +38,8 @@ def _parse(row: Any, **options: Any) -> Any:
         ({"conversations": FROM}, [Q, A]),
         ({"conversations": [Q, A]}, [Q, A]),
         ({"conversations": [{**entry, "weight": None, "role": None} for entry in FROM]}, [Q, A]),
+        ({"messages": [Q, FROM[1]]}, [Q, A]),
+        ({"messages": [{**Q, "from": "a list of mails"}, A]}, [Q, A]),
         ({"conversations": FROM, "system": "Be kind."}, [S, Q, A]),
         ({"conversations": FROM, "system_prompt": "Be kind."}, [S, Q, A]),
         ({"conversations": FROM, "system": ""}, [Q, A]),
@@ -110,7 +112,6 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
         ({"messages": {"role": ["user"], "content": []}}, "auto", "it is an object"),
         ({"conversations": []}, "auto", "no `conversations` list"),
         ({"messages": [Q, "x"]}, "auto", "message 1 is text"),
-        ({"messages": [Q, {"from": "gpt", "value": "So."}]}, "auto", "keys of several formats in `messages`"),
         ({"messages": [{"content": "x"}]}, "auto", "message 0: the role is None"),
         (
             {"messages": [Q, A], "conversations": FROM},
@@ -130,8 +131,6 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
         ({"messages": None}, "messages", "no `messages` list with at least one message: it is null"),
         ({"id": 1}, "messages", "no `messages` list with at least one message: it is absent; the columns are id"),
         ({"id": 1}, "sharegpt", "no `conversations` list with at least one message: it is absent"),
-        ({"conversations": [Q, A]}, "sharegpt", "message 0: the role is None"),
-        ({"messages": FROM}, "messages", "message 0: the role is None"),
         ({"response": "So."}, "prompt_response", "no prompt: none of prompt, instruction, question, query among"),
         ({"prompt": "Why?"}, "prompt_response", "no response: none of response, completion, output, answer among"),
         (
@@ -140,6 +139,7 @@ def test_a_format_that_is_named_is_taken(format: Any, row: Any) -> None:
             "several columns may be the prompt: prompt, question",
         ),
         ({"prompt": "a", "output": "b", "answer": "c"}, "auto", "several columns may be the response: output, answer"),
+        ({"prompt": [], "response": [], "system": "s"}, "auto", "there is no message"),
         ({"prompt": 3, "response": "x"}, "auto", "the prompt is a number. Give text, or a list of messages"),
         ({"question": "x", "answer": {"text": "y"}}, "auto", "the answer is an object. Give text, or a list"),
         ({"prompt": "Why?", "response": " "}, "auto", "the assistant's content is empty"),

@@ -94,6 +94,7 @@ def test_a_part_of_reasoning_becomes_reasoning() -> None:
         (["x", ["y"]], "part 1 is a list"),
         ([{"text": "x"}], "part 0: the type is None"),
         ([{"type": "sound", "sound": "x"}], "part 0: the type is 'sound'"),
+        ([{"type": {"x": 1}, "text": "a"}], "part 0: the type is {'x': 1}"),
         ([{"type": "file"}], "part 0: the type is 'file'"),
         ([{"type": "text"}], "part 0: the text is null"),
         ([{"type": "text", "text": 3}], "part 0: the text is a number"),

@@ -118,7 +118,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         if not isinstance(text, str):
             raise MalformedRow(f"{where}: the {kind} is {kind_of(text)}. Give text.")
         return {"type": kind, "text": text}
-    if kind in _MEDIA_TYPES:
+    if isinstance(kind, str) and kind in _MEDIA_TYPES:
         return _media_part(_MEDIA_TYPES[kind], part, where)
     raise MalformedRow(f"{where}: the type is {kind!r}. Parts of the types {_TYPES} are read.")
 
