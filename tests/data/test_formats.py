@@ -42,6 +42,7 @@ def _parse(row: Any, **options: Any) -> Any:
         ({"messages": [{**Q, "from": "a list of mails"}, A]}, [Q, A]),
         ({"conversations": FROM, "system": "Be kind."}, [S, Q, A]),
         ({"conversations": FROM, "system_prompt": "Be kind."}, [S, Q, A]),
+        ({"conversations": FROM, "system": None, "system_prompt": "Be kind."}, [S, Q, A]),
         ({"conversations": FROM, "system": ""}, [Q, A]),
         ({"messages": [S, Q, A], "system": "Be kind."}, [S, Q, A]),
         *[({prompt: "Why?", response: "So."}, [Q, A]) for prompt in PROMPTS for response in RESPONSES],

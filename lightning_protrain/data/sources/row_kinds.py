@@ -86,7 +86,7 @@ class RowFormat:
         messages = [
             parse_message(entry, f"{where}, message {number}", self.roles) for number, entry in enumerate(entries)
         ]
-        _add_system(messages, row.get("system", row.get("system_prompt")), where)
+        _add_system(messages, row.get("system") or row.get("system_prompt"), where)
         check_order(messages, where, self.trained_roles)
         conversation: Conversation = {"messages": messages}
         tools = parse_tools(row.get("tools"), where)
@@ -456,10 +456,8 @@ def _answer(
 def _prompt(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any] | None:
     """Return the messages of the columns that hold a prompt; None if there is no such column."""
     value = row.get("input")
-    if isinstance(value, Mapping) and not _given(row, PROMPTS):
-        row = {**row, "prompt": value.get("messages"), "input": None}
-    elif isinstance(value, list) and not _given(row, PROMPTS):
-        row = {**row, "prompt": value, "input": None}
+    if isinstance(value, Mapping | list) and not _given(row, PROMPTS):
+        row = {**row, "prompt": value if isinstance(value, list) else value.get("messages"), "input": None}
     if _given(row, PROMPTS) or isinstance(row.get("input"), str):
         return _parse_pair(row_format, {**_without(row, RESPONSES), "response": []}, where)
     columns = _given(row, _LISTS)
