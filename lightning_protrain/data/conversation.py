@@ -97,11 +97,11 @@ class Preference(TypedDict):
 
     Attributes:
         sides: The prompt with each answer: the chosen and the rejected one, or a single one that has a `label`.
-        num_prompt: Number of messages in the prompt, which is not trained; 0 for plain text.
+        num_prompt: Number of messages in the prompt, which is not trained.
         label: True if the single answer is desirable; absent for a pair.
     """
 
-    sides: list[Conversation | Document]
+    sides: list[Conversation]
     num_prompt: int
     label: NotRequired[bool]
 

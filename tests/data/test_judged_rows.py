@@ -34,6 +34,7 @@ def _untrained(*messages: Any) -> list[Any]:
 
 PAIR = ([*_untrained(Q), GOOD], [*_untrained(Q), BAD])
 WITH_SYSTEM = ([*_untrained(S, Q), GOOD], [*_untrained(S, Q), BAD])
+LONG_START = tuple([*_untrained(*LONG[:2]), answer] for answer in (GOOD, BAD))
 LONG_PAIR = ([*_untrained(*LONG), GOOD], [*_untrained(*LONG), BAD])
 
 
@@ -49,6 +50,15 @@ LONG_PAIR = ([*_untrained(*LONG), GOOD], [*_untrained(*LONG), BAD])
         ({"chosen": [Q, GOOD], "rejected": [Q, BAD]}, PAIR),
         ({"chosen": [S, Q, GOOD], "rejected": [S, Q, BAD]}, WITH_SYSTEM),
         ({"chosen": [*LONG, GOOD], "rejected": [*LONG, BAD]}, LONG_PAIR),
+        ({"chosen": [*LONG[1:], GOOD], "rejected": [*LONG[1:], BAD]}, tuple(side[1:] for side in LONG_PAIR)),
+        # A column and the messages at the beginning of both answers may each have only a part of the prompt.
+        ({"prompt": LONG, "chosen": [LONG[2], GOOD], "rejected": [LONG[2], BAD]}, LONG_PAIR),
+        *[
+            ({"prompt": words, "chosen": [*LONG, GOOD], "rejected": [*LONG, BAD]}, LONG_PAIR)
+            for words in ("Why?", "And? ")
+        ],
+        ({"prompt": "Why?", "chosen": [*LONG[:2], GOOD], "rejected": [*LONG[:2], BAD]}, LONG_START),
+        ({"messages": [Q, GOOD], "chosen": [Q, GOOD], "rejected": [Q, BAD]}, PAIR),
         ({"prompt": LONG, "chosen": [GOOD], "rejected": [BAD]}, LONG_PAIR),
         # HuggingFaceH4/ultrafeedback_binarized: the prompt, and the whole conversations, beside other columns.
         (
@@ -127,9 +137,10 @@ def test_a_pair_has_one_prompt_and_two_answers(row: Any, sides: Any) -> None:
     assert parsed["num_prompt"] == len(sides[0]) - 1
 
 
-def test_answers_that_go_on_over_several_turns_keep_what_differs() -> None:
+@pytest.mark.parametrize("beside", [{}, {"prompt": "Why?"}])
+def test_answers_that_go_on_over_several_turns_keep_what_differs(beside: Any) -> None:
     other = {"role": "user", "content": "Oh."}
-    parsed = _parse({"chosen": [Q, GOOD, other, GOOD], "rejected": [Q, BAD]})
+    parsed = _parse({"chosen": [Q, GOOD, other, GOOD], "rejected": [Q, BAD], **beside})
     assert [len(side["messages"]) for side in parsed["sides"]] == [4, 2]
     assert parsed["num_prompt"] == 1
 
@@ -149,7 +160,6 @@ def test_answers_that_go_on_over_several_turns_keep_what_differs() -> None:
             {"chosen": f"{HH} So.", "rejected": f"{HH} No."},
             [{"prompt": HH, "text": " So."}, {"prompt": HH, "text": " No."}],
         ),
-        ({"chosen": "ab", "rejected": "xy"}, [{"prompt": "", "text": "ab"}, {"prompt": "", "text": "xy"}]),
     ],
 )
 def test_texts_have_a_plain_form(row: Any, documents: Any) -> None:
@@ -186,6 +196,7 @@ def test_an_answer_may_have_a_label(row: Any, messages: Any) -> None:
         ({"text": "", "id": 1}, "auto", {"text": ""}),
         ({"prompt": "a", "completion": "b"}, "completion", {"prompt": "a", "text": "b"}),
         ({"prompt": "a", "completion": "b", "messages": [Q, GOOD]}, "completion", {"prompt": "a", "text": "b"}),
+        ({"instruction": "a", "input": "c", "output": "b"}, "completion", {"prompt": "a\n\nc", "text": "b"}),
         # tatsu-lab/alpaca has the same row as text of some template, too.
         (
             {"instruction": "Why?", "input": "", "output": "So.", "text": "### Why?"},
@@ -203,7 +214,10 @@ def test_rows_of_text(row: Any, format: Any, parsed: Any) -> None:
 
 def test_a_column_may_have_another_name() -> None:
     assert _parse({"content": "x", "path": "a.py"}, fields={"text": "content"}) == {"text": "x"}
-    row = {"input": "Why?", "best": "So.", "worst": "No."}
+    fields = {"prompt": "mine", "response": "so"}
+    row = {"mine": "a", "question": "x", "so": "b", "answer": "y"}
+    assert _parse(row, fields=fields, format="completion") == {"prompt": "a", "text": "b"}
+    row = {"input": "Why?", "best": "So.", "worst": "No.", "question": "x", "preferred": "y"}
     parsed = _parse(row, fields={"prompt": "input", "chosen": "best", "rejected": "worst"})
     assert [side["messages"] for side in parsed["sides"]] == [*PAIR]
 
@@ -217,7 +231,21 @@ def test_a_column_may_have_another_name() -> None:
         ({"prompt": "Why?", "chosen": "So.", "rejected": 3}, "`rejected` is a number. Give text, or a list"),
         ({"chosen": [Q, GOOD], "rejected": [{**Q, "content": "How?"}, BAD]}, "`chosen` and `rejected` have no prompt"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "have no prompt: no column has one"),
-        ({"prompt": "Why?", "chosen": [Q], "rejected": [BAD]}, "no message of the assistant"),
+        # Texts without a prompt: they share no word, other columns may have it, or it is null.
+        ({"chosen": "ab", "rejected": "xy"}, "have no prompt"),
+        ({"user_query": "What?", "chosen": "It is 4.", "rejected": "It is 5."}, "have no prompt"),
+        ({"prompt": None, "chosen": "It is 4.", "rejected": "It is 5."}, "have no prompt"),
+        (
+            {"prompt": "Why?", "chosen": [Q], "rejected": [BAD]},
+            "`chosen` begins with a message of the user that is not",
+        ),
+        ({"prompt": "Why?", "chosen": [Q, GOOD], "rejected": [{**Q, "content": "Why? "}, BAD]}, "`chosen` begins with"),
+        ({"prompt": "How?", "chosen": [Q, GOOD], "rejected": [Q, BAD]}, "`chosen` begins with"),
+        (
+            {"chosen": f"{HH} Hm.\n\nHuman: a\n\nAssistant: b", "rejected": f"{HH} Hm.\n\nHuman: c\n\nAssistant: b"},
+            "user",
+        ),
+        ({"prompt": LONG, "chosen": {"role": [], "content": []}, "rejected": [BAD]}, "`chosen` is empty"),
         ({"prompt": "Why?", "chosen": ["So."], "rejected": [BAD]}, "a message is no object"),
         ({"prompt": "a", "chosen": "b", "preferred": "c", "rejected": "d"}, "several columns may be the chosen"),
         ({"prompt": "Why?", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "`images` has some"),
@@ -236,6 +264,17 @@ def test_roles_of_the_data_tell_what_is_an_answer() -> None:
     assert parsed["sides"][0]["messages"] == LABELLED
     with pytest.raises(MalformedRow, match="there is no answer after the prompt"):
         _parse(row)
+
+
+def test_a_label_may_have_another_name() -> None:
+    row = {"prompt": "Why?", "completion": "So.", "good": True, "kto_tag": False}
+    assert _parse(row, fields={"label": "good"})["label"] is True
+
+
+@pytest.mark.parametrize("column", ["system", "history", "tools", "images"])
+def test_a_completion_has_no_place_for_what_templates_write(column: str) -> None:
+    with pytest.raises(MalformedRow, match=f"plain text, which has no place for `{column}`"):
+        _parse({"prompt": "a", "completion": "b", column: ["x"]}, format="completion")
 
 
 def test_a_label_is_true_or_false() -> None:

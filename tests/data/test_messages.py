@@ -75,7 +75,8 @@ def test_parts_become_text_where_there_is_only_text(content: Any, parsed: Any) -
 
 
 def test_a_part_of_reasoning_becomes_reasoning() -> None:
-    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "thinking", "text": "!"}, {"type": "text", "text": "a"}]
+    parts = [{"type": "thinking", "thinking": "hm"}, {"type": "thinking", "thinking": None, "text": "!"}]
+    parts += [{"type": "text", "text": "a"}]
     assert _parse(content=parts) == {"role": "assistant", "content": "a", "reasoning_content": "hm!"}
     with pytest.raises(MalformedRow, match="part 1: reasoning after other content"):
         _parse(content=[parts[2], parts[0]])
@@ -94,6 +95,7 @@ def test_a_part_of_reasoning_becomes_reasoning() -> None:
         (["x", ["y"]], "part 1 is a list"),
         ([{"text": "x"}], "part 0: the type is None"),
         ([{"type": "sound", "sound": "x"}], "part 0: the type is 'sound'"),
+        ([{"type": {"x": 1}, "text": "a"}], "part 0: the type is {'x': 1}"),
         ([{"type": "file"}], "part 0: the type is 'file'"),
         ([{"type": "text"}], "part 0: the text is null"),
         ([{"type": "text", "text": 3}], "part 0: the text is a number"),
@@ -135,7 +137,7 @@ def test_a_call_needs_no_content(absent: dict[str, Any]) -> None:
         (json.dumps(CALL), [PARSED]),
         ([json.dumps(PARSED)], [PARSED]),
         ([{"name": "get", "arguments": json.dumps(CALL["arguments"])}], [PARSED]),
-        ([{"name": "get", "parameters": CALL["arguments"]}], [PARSED]),
+        ([{"name": "get", "arguments": None, "parameters": CALL["arguments"]}], [PARSED]),
         ([{**PARSED, "id": "call_1"}], [{**PARSED, "id": "call_1"}]),
         ([{"id": 1, "function": CALL}], [{**PARSED, "id": "1"}]),
         ([CALL, CALL], [PARSED, PARSED]),

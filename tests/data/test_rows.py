@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightning_protrain.data.conversation import MalformedRow
-from lightning_protrain.data.sources.dataset import MAX_EXAMPLES, ConversationRows, MalformedRows, read_rows
+from lightning_protrain.data.sources.dataset import (
+    MAX_EXAMPLES,
+    ConversationRows,
+    MalformedRows,
+    check_fields,
+    read_rows,
+)
 from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.tables import ArrowTable, JsonLines, RowList
 from tests.data.conftest import conversation
@@ -156,20 +162,20 @@ def test_every_row_may_have_its_own_format(tmp_path: Path) -> None:
     ],
 )
 def test_a_name_that_occurs_nowhere_is_an_error(fields: dict[str, str], missing: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"`fields` names {missing}, which no row of 'a', split train has")):
-        _read(_table(GOOD), fields=fields)
-    # Where only the first rows are read, the others may have it.
-    assert len(_read(_table(GOOD), fields=fields, max_rows=2)) == 2
+    with pytest.raises(ValueError, match=re.escape(f"`fields` names {missing}, which no row of 'a' has")):
+        check_fields(fields, [_table(GOOD), _table([BAD])], "'a'")
 
 
 def test_the_nearest_column_is_named() -> None:
     with pytest.raises(ValueError, match=r"Correct the name \(the nearest is 'messages'\), or remove it\."):
-        _read(_table(GOOD), fields={"tools": "massages"})
+        check_fields({"tools": "massages"}, [_table(GOOD)], "'a'")
 
 
 def test_a_name_that_occurs_once_is_right() -> None:
     marked = {"messages": [GOOD[0]["messages"][0], {**GOOD[0]["messages"][1], "learn": False}], "tooling": None}
-    rows = _read(_table([*GOOD, marked]), fields={"train": "learn", "tools": "tooling"})
+    fields = {"train": "learn", "tools": "tooling"}
+    check_fields(fields, [_table([*GOOD, 3]), _table([marked])], "'a'")
+    rows = _read(_table([*GOOD, marked]), fields=fields)
     assert rows[6]["messages"][1]["train"] is False
 
 

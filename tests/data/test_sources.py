@@ -219,6 +219,18 @@ def test_columns_are_renamed() -> None:
         _load(_write("b.jsonl", [{"q": "0", "a": "x", "prompt": "1", "response": "y", **ROWS[0]}]))
 
 
+def test_a_column_that_is_named_may_be_in_one_split_or_late_in_a_stream() -> None:
+    _write("data/train.jsonl", [{**ROWS[0], "sys": "Be kind."}, ROWS[1]])
+    _write("data/validation.jsonl", ROWS[2:])
+    first = _load("data", fields={"system": "sys"})["train"][0]
+    assert first["messages"][0] == {"role": "system", "content": "Be kind."}
+    with pytest.raises(ValueError, match=r"`fields` names 'syst', .* \(the nearest is 'sys'\)"):
+        _load("data", fields={"system": "syst"})
+    spec = {"path": _write("b.jsonl", [3, *ROWS]), "streaming": True, "on_malformed": "skip"}
+    with pytest.warns(UserWarning, match="Left out 1 of 4 rows"):
+        assert [*Source({**spec, "fields": {"system": "sys"}}, None).first_rows] == ROWS
+
+
 @pytest.mark.parametrize(
     ("options", "default", "allowed"),
     [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_protrain import CausalLMModule, ChatDataModule, Evaluator, PreferenceModule
@@ -146,12 +147,20 @@ def test_add_eos_may_be_left_out(plain: str, tmp_path: Path) -> None:
     assert data.end_ids == []
 
 
-def test_begin_and_end_tokens_are_not_doubled(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+@pytest.mark.parametrize("appends", [False, True])
+def test_begin_and_end_tokens_are_neither_doubled_nor_lost(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, appends: bool
+) -> None:
     folder = _save(tokenizer, tmp_path / "plain", template=False)
     saved = json.loads(Path(folder, "tokenizer.json").read_text())
     begin, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
-    pieces = [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [begin], "tokens": ["<|im_start|>"]}}
+    pieces: list[Any] = [
+        {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    pieces += [{"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}] * appends
+    ids = {"<|im_start|>": begin, "<|im_end|>": end}
+    special = {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in ids.items()}
     saved["post_processor"] = {
         "type": "TemplateProcessing",
         "single": pieces,
@@ -159,12 +168,29 @@ def test_begin_and_end_tokens_are_not_doubled(tokenizer: PreTrainedTokenizerFast
         "special_tokens": special,
     }
     Path(folder, "tokenizer.json").write_text(json.dumps(saved))
-    encoder = TextEncoder(AutoTokenizer.from_pretrained(folder, bos_token="<|im_start|>"))
+    saved_tokenizer = AutoTokenizer.from_pretrained(folder, bos_token="<|im_start|>")
+    encoder = TextEncoder(saved_tokenizer)
     for text in ("What is", "<|im_start|>What is", "What is<|im_end|>"):
         ((example,),) = encoder.encode([{"text": text}])
         assert [example.input_ids.tolist().count(token) for token in (begin, end)] == [1, 1]
         assert (example.input_ids[0], example.input_ids[-1]) == (begin, end)
         assert example.num_trained == len(example) - 1
+    ((example,), _) = TextEncoder(saved_tokenizer, add_eos=False).encode([{"text": "Why?<|im_end|>"}, {"text": "x"}])
+    assert example.input_ids[-1] == end
+    # The prompt has an end token, and a token spans the border before an end token.
+    rows = [{"prompt": "Why?<|im_end|>", "text": "So."}, {"prompt": "What is 3 ", "text": "plus<|im_end|>"}]
+    trained = [saved_tokenizer.decode(row.input_ids[row.trained].tolist()) for row in encoder.encode(rows)]
+    assert trained == ["So.<|im_end|>", "plus<|im_end|>"]
+
+
+def test_a_completion_within_a_word_gets_no_space() -> None:
+    vocabulary = {name: number for number, name in enumerate(("<s>", "</s>", "<unk>", *"\u2581abc", "ab"))}
+    model = Tokenizer(models.BPE(vocabulary, [("a", "b")], unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="</s>", unk_token="<unk>")
+    (example,) = TextEncoder(tokenizer).encode([{"prompt": "a", "text": "bc"}])
+    assert tokenizer.convert_ids_to_tokens(example.input_ids.tolist()) == ["\u2581", "a", "b", "c", "</s>"]
+    assert example.num_trained == 3
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -80,12 +80,11 @@ class TextEncoder:
         documents = [self._document(row) for row in rows]
         prompts = [document.get("prompt", "") for document in documents]
         whole = self._tokenize([prompt + document["text"] for prompt, document in zip(prompts, documents, strict=True)])
-        begins = self._tokenize([prompt for prompt in prompts if prompt])
-        results: list[tuple[Encoded, ...] | Encoded | UntrainableError] = []
-        for document, prompt, ids in zip(documents, prompts, whole, strict=True):
-            begin = begins.pop(0) if prompt else []
-            results.append(self._example(document, begin, ids))
-        return results
+        begins = self._tokenize(prompts)
+        return [
+            self._example(document, begin if document.get("prompt") else [], ids)
+            for document, begin, ids in zip(documents, begins, whole, strict=True)
+        ]
 
     def prompt_ids(self, text: str) -> list[int]:
         """Return the tokens of a text that the model is to continue."""
@@ -101,15 +100,16 @@ class TextEncoder:
         return document
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of texts without an end token."""
-        begin, end = self.tokenizer.bos_token, self.tokenizer.eos_token_id
-        has_begin = [begin is not None and text.startswith(str(begin)) for text in texts]
-        encoded: dict[bool, Any] = {}
-        for value in set(has_begin):  # A second begin token would be wrong.
-            chosen = [text for text, has in zip(texts, has_begin, strict=True) if has == value]
-            encoded[value] = iter(self.tokenizer(chosen, add_special_tokens=not value, verbose=False)["input_ids"])
-        rows = [list(next(encoded[value])) for value in has_begin]
-        return [row[:-1] if row and row[-1] == end else row for row in rows]
+        """Return the tokens of texts, after the tokenizer's begin token but without the end token that some append."""
+        bos, end = self.tokenizer.bos_token, self.tokenizer.eos_token_id
+        alone, special = (
+            self.tokenizer("a", add_special_tokens=adds, verbose=False)["input_ids"] for adds in (False, True)
+        )
+        appends = special[-1:] == [end] != alone[-1:]
+        begin = special[: len(special) - len(alone) - appends]
+        rows = self.tokenizer([*texts], add_special_tokens=False, verbose=False)["input_ids"]
+        has_begin = (bos is not None and text.startswith(str(bos)) for text in texts)  # A second one would be wrong.
+        return [list(row) if has else [*begin, *row] for row, has in zip(rows, has_begin, strict=True)]
 
     def _example(
         self, document: Document, begin: list[int], whole: list[int]
@@ -117,9 +117,11 @@ class TextEncoder:
         if not document["text"]:
             return UntrainableError(UNTRAINED, "the text is empty")
         if whole[: len(begin)] != begin:  # A token spans the end of the prompt.
-            rest = self.tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"]
-            whole = [*begin, *rest]
-        ids = np.array([*whole, *self.end_ids], dtype=np.int32)
+            # After a line end, SentencePiece puts no space before the text.
+            texts = [document["text"], "\n", f"\n{document['text']}"]
+            alone, line, rest = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            whole = [*begin, *(rest[len(line) :] if rest[: len(line)] == line else alone)]
+        ids = np.array([*whole, *(self.end_ids - {*whole[-1:]})], dtype=np.int32)
         trained = np.arange(len(ids)) >= (0 if self.train_on_inputs else len(begin))
         if "prompt" not in document:
             return self._pieces(ids, trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -199,8 +200,7 @@ def read_rows(
         max_rows: Number of valid rows after which reading stops; None reads all.
 
     Raises:
-        ValueError: If no row is valid, a row is malformed and `on_malformed` is "error", or no row has a name that
-            `row_format.fields` gives.
+        ValueError: If no row is valid, or a row is malformed and `on_malformed` is "error".
     """
     tables = tuple(tables)
     total = sum(map(len, tables))
@@ -213,11 +213,35 @@ def read_rows(
             places.append(place)
             if len(places) == max_rows:
                 break
-    else:
-        check.refuse_unseen_fields(name)
     malformed = MalformedRows(check.bad, tuple(check.examples))
     _report(malformed, len(places), name)
     return ConversationRows(tables, row_format, np.asarray(places, dtype=np.int64), malformed)
+
+
+def check_fields(fields: Mapping[str, str], tables: Sequence[Table], name: str) -> None:
+    """Raise ValueError if `fields` names a column or a key of messages that no row of the tables has.
+
+    Args:
+        fields: Map from standard names to those in the data.
+        tables: Tables of all splits: a validation split that is small may lack what training rows have.
+        name: Name of the data set, for messages.
+    """
+    if not fields:
+        return
+    wanted, seen = set(fields.values()), set[str]()
+    for table, index, raw in _raws(tables):
+        with suppress(MalformedRow):  # `read_rows` reports the row.
+            row = table.decode(raw, table.where(index))
+            values = [row, *(row.values() if isinstance(row, Mapping) else ())]
+            entries = chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
+            seen.update(*(entry.keys() for entry in entries if isinstance(entry, Mapping)))
+        if wanted <= seen:
+            return
+    near = {match for field in wanted - seen for match in get_close_matches(field, seen, n=1)}
+    raise ValueError(
+        f"`fields` names {', '.join(map(repr, sorted(wanted - seen)))}, which no row of {name} has. Correct the name"
+        f"{f' (the nearest is {min(near)!r})' if near else ''}, or remove it."
+    )
 
 
 def _raws(tables: Sequence[Table]) -> Iterator[tuple[Table, int, Any]]:
@@ -242,22 +266,19 @@ def _report(malformed: MalformedRows, num_kept: int, name: str) -> None:
 
 
 class _Check:
-    """Checks rows one by one: counts malformed rows, refuses rows of another kind, and names that no row has."""
+    """Checks rows one by one: counts malformed rows, and refuses rows of another kind."""
 
     def __init__(self, row_format: RowFormat, on_malformed: str) -> None:
         self.row_format = row_format
         self.on_malformed = on_malformed
         self.bad = 0
         self.examples: list[str] = []
-        self.unseen = set(row_format.fields.values())
-        self.seen: set[str] = set()
         self.unit: Unit | None = None  # That of the first good row.
 
     def is_good(self, table: Table, index: int, raw: Any) -> bool:
         where = table.where(index)
         try:
             row = table.decode(raw, where)
-            self._see(row)
             parsed = self.row_format.parse(row, where, table.folder)
             self._refuse_other(unit_of(parsed), row, where)
             check_media(parsed, where)
@@ -276,21 +297,4 @@ class _Check:
             raise MalformedRow(
                 f"{where}: the columns {', '.join(map(str, row))} make a {unit}, and the rows before are "
                 f"{self.unit}s. Correct the row, make it a data set of its own, or choose one `format` for all."
-            )
-
-    def _see(self, row: Any) -> None:
-        """Remove the names of the row's columns and message keys from `unseen`, and add them to `seen`."""
-        if self.unseen and isinstance(row, Mapping):
-            entries = chain.from_iterable(value for value in row.values() if isinstance(value, list))
-            for mapping in (row, *(entry for entry in entries if isinstance(entry, Mapping))):
-                self.seen |= mapping.keys()
-            self.unseen -= self.seen
-
-    def refuse_unseen_fields(self, name: str) -> None:
-        if self.unseen:
-            names = ", ".join(map(repr, sorted(self.unseen)))
-            near = {match for field in self.unseen for match in get_close_matches(field, self.seen, n=1)}
-            raise ValueError(
-                f"`fields` names {names}, which no row of {name} has. Correct the name"
-                f"{f' (the nearest is {min(near)!r})' if near else ''}, or remove it."
             )

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from lightning_protrain.config import plural
 from lightning_protrain.data.conversation import Conversation
 from lightning_protrain.data.hub import hub_file, hub_refusals, is_path, nearest_path, wait_for_hub
-from lightning_protrain.data.sources.dataset import ConversationRows, read_rows
+from lightning_protrain.data.sources.dataset import ConversationRows, check_fields, read_rows
 from lightning_protrain.data.sources.row_kinds import RowFormat
 from lightning_protrain.data.sources.spec import DatasetSpec, dataset_spec
 from lightning_protrain.data.sources.tables import (
@@ -197,6 +198,8 @@ class Source:
     @cached_property
     def splits(self) -> dict[str, ConversationRows]:
         """Checked rows of each split in `tables`."""
+        if not self.spec.streaming:
+            check_fields(self.spec.fields, [*chain.from_iterable(self.tables.values())], repr(self.spec.label))
         return {
             split: self._read(self.tables[split], split, self.spec.max_rows) for split in SPLITS if split in self.tables
         }

@@ -114,11 +114,11 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         raise MalformedRow(f"{where} is {kind_of(part)}. Give text, or an object with one of the types {_TYPES}.")
     kind = part.get("type")
     if kind in ("text", "thinking"):
-        text = part.get("text") if kind == "text" else part.get("thinking", part.get("text"))
+        text = part.get("text" if kind == "text" or part.get("thinking") is None else "thinking")
         if not isinstance(text, str):
             raise MalformedRow(f"{where}: the {kind} is {kind_of(text)}. Give text.")
         return {"type": kind, "text": text}
-    if kind in _MEDIA_TYPES:
+    if isinstance(kind, str) and kind in _MEDIA_TYPES:
         return _media_part(_MEDIA_TYPES[kind], part, where)
     raise MalformedRow(f"{where}: the type is {kind!r}. Parts of the types {_TYPES} are read.")
 
@@ -194,7 +194,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(name, str) or not name:
         raise MalformedRow(f"{where} has no name. Give `name` and `arguments`.")
-    arguments = function.get("arguments", function.get("parameters"))
+    arguments = function.get("parameters") if function.get("arguments") is None else function["arguments"]
     if isinstance(arguments, str) and arguments.strip():
         # Chat templates apply `tojson` to arguments, which would encode JSON text a second time.
         arguments = parse_json(arguments, f"{where}: the arguments are")

@@ -7,9 +7,9 @@ Hugging Face Hub; the names of kinds are those of https://huggingface.co/docs/tr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ CONTEXTS = ("input", "context")
 CHOSEN = ("chosen", "chosen_response", "preferred", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "dispreferred", "non_preferred_output")
 LABELS = ("label", "kto_tag")
-# Maps from a column, and from a key of a message, to the format that it indicates.
-_LISTS = {"messages": "messages", "conversations": "sharegpt"}
-_SIGNS = {"role": "messages", "from": "sharegpt", "value": "sharegpt"}
+_COMMON = {"prompt": PROMPTS, "response": RESPONSES, "chosen": CHOSEN, "rejected": REJECTED, "label": LABELS}
+_LISTS = ("messages", "conversations")
+MEDIA_COLUMNS = tuple(name for kind in MEDIA_KINDS for name in (kind, f"{kind}s"))
+# Columns that only a chat template can write.
+_CHAT_COLUMNS = ("system", "system_prompt", "history", "tools", *MEDIA_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,20 @@ class RowFormat:
         if not isinstance(row, Mapping):
             raise MalformedRow(f"{where}: the row is {kind_of(row)}. Give an object with a `messages` list.")
         row = self._renamed(row, ROW_FIELDS)
+        # A column named in `fields` takes precedence over columns with common names.
+        others = [name for ours in self.fields for name in _COMMON.get(ours, ()) if name != ours]
+        row = _without(row, others) if others else row
         kind = self._detect(row, where) if self.format == "auto" else _KIND[self.format]
         return kind.parse(self, row, where, folder)
 
     def conversation(self, entries: Sequence[Any], row: Mapping[str, Any], where: str, folder: Path) -> Conversation:
         """Make a conversation of messages as `parse_message` reads them, and of the other columns of their row."""
+        if not entries:
+            raise MalformedRow(f"{where}: there is no message. Give messages, or remove the row.")
         messages = [
             parse_message(entry, f"{where}, message {number}", self.roles) for number, entry in enumerate(entries)
         ]
-        _add_system(messages, row.get("system", row.get("system_prompt")), where)
+        _add_system(messages, row.get("system") or row.get("system_prompt"), where)
         check_order(messages, where, self.trained_roles)
         conversation: Conversation = {"messages": messages}
         tools = parse_tools(row.get("tools"), where)
@@ -95,8 +102,13 @@ class RowFormat:
         return conversation
 
     def entry(self, entry: Any) -> Any:
-        """Rename the keys of a message to standard names, as `fields` says."""
-        return self._renamed(entry, MESSAGE_FIELDS) if isinstance(entry, Mapping) else entry
+        """Rename the keys of a message to standard names: as `fields` says, and those of ShareGPT."""
+        if not isinstance(entry, Mapping):
+            return entry
+        entry = self._renamed(entry, MESSAGE_FIELDS)
+        if entry.get("role") is None and entry.get("from") is not None:
+            return {**_without(entry, ("from", "value")), "role": entry["from"], "content": entry.get("value")}
+        return entry
 
     def _detect(self, row: Mapping[str, Any], where: str) -> RowKind:
         """Return the kind of a row: from the columns named in `fields`, or else from its non-null columns."""
@@ -114,8 +126,8 @@ class RowFormat:
                 f"{where}: several columns may hold the conversation: {names}. Choose with `format` or `fields`, or "
                 "remove columns."
             )
-        for kind, columns in claims.items():
-            return self._style(row, columns[0], where) if columns[0] in _LISTS else kind
+        for kind in claims:
+            return kind
         null = [name for name in (*CHOSEN, *REJECTED, *_LISTS, *PROMPTS, *RESPONSES, "text") if name in row]
         null = [name for name in null if row[name] is None]
         if null:
@@ -125,20 +137,6 @@ class RowFormat:
             f"{where}: no `messages` list, no `conversations`, no prompt with its response, no `text`, and no `chosen` "
             f"with `rejected`; the columns are {_names(row)}. Name the right ones with `fields`."
         )
-
-    def _style(self, row: Mapping[str, Any], column: str, where: str) -> RowKind:
-        """Return the kind of a list of messages from their keys, or from its column if the keys do not tell."""
-        entries = _listed(row[column])
-        entries = list(map(self.entry, entries)) if isinstance(entries, list) else []
-        styles = {_LISTS[column]}
-        if entries and all(isinstance(entry, Mapping) for entry in entries):
-            signs = {style for entry in entries for key, style in _SIGNS.items() if entry.get(key) is not None}
-            styles = signs or styles
-        if len(styles) > 1:
-            raise MalformedRow(
-                f"{where}: keys of several formats in `{column}`. Use role and content, or from and value."
-            )
-        return _KIND[styles.pop()]
 
     def _renamed(self, row: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
         if not self.fields:
@@ -168,6 +166,10 @@ def _listed(entries: Any) -> Any:
     return [dict(zip(entries, values, strict=True)) for values in zip(*entries.values(), strict=True)]
 
 
+def _without(row: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in names}
+
+
 def _message_list(row_format: RowFormat, row: Mapping[str, Any], where: str, column: str) -> list[Any]:
     other = next(name for name in _LISTS if name != column)
     name = column if row.get(column) is not None or row.get(other) is None else other
@@ -179,23 +181,7 @@ def _message_list(row_format: RowFormat, row: Mapping[str, Any], where: str, col
     return [row_format.entry(entry) for entry in entries]
 
 
-def _parse_messages(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any]:
-    return _message_list(row_format, row, where, "messages")
-
-
-def _parse_sharegpt(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any]:
-    entries = _message_list(row_format, row, where, "conversations")
-    return [
-        {**entry, "role": entry.get("from"), "content": entry.get("value")} if isinstance(entry, Mapping) else entry
-        for entry in entries
-    ]
-
-
-def _only(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, Any]:
-    return _only_of(row, names, "prompt" if names[0] == PROMPTS[0] else "response", where)
-
-
-def _only_of(row: Mapping[str, Any], names: Sequence[str], wanted: str, where: str) -> tuple[str, Any]:
+def _only(row: Mapping[str, Any], names: Sequence[str], wanted: str, where: str) -> tuple[str, Any]:
     """Return the only column among `names` that a row has, and its value; `wanted` says what it is."""
     columns = _given(row, names)
     if len(columns) == 1:
@@ -216,18 +202,7 @@ def _parse_pair(row_format: RowFormat, row: Mapping[str, Any], where: str) -> li
 
     Messages of a prompt that is a list are not trained, unless they set `train` or `weight`.
     """
-    # A column named in `fields` takes precedence over columns with common names.
-    prompts = ("prompt",) if "prompt" in row_format.fields else PROMPTS
-    responses = ("response",) if "response" in row_format.fields else RESPONSES
-    if not _given(row, prompts) and isinstance(row.get("input"), str):
-        row = {**{key: value for key, value in row.items() if key != "input"}, "prompt": row["input"]}
-    name, prompt = _only(row, prompts, where)
-    answer, response = _only(row, responses, where)
-    context = [row[key] for key in CONTEXTS if row.get(key)]
-    if context and isinstance(prompt, str):
-        if len(context) > 1 or not isinstance(context[0], str):
-            raise MalformedRow(f"{where}: the input beside `{name}` is not one text. Give one text in `input`.")
-        prompt = f"{prompt}\n\n{context[0]}"
+    (name, prompt), (answer, response) = _prompt_and_response(row, where)
     entries = _history(row.get("history"), where)
     if isinstance(prompt, str):
         entries.append({"role": "user", "content": _with_places(prompt, entries, row, where)})
@@ -236,6 +211,19 @@ def _parse_pair(row_format: RowFormat, row: Mapping[str, Any], where: str) -> li
     if isinstance(response, str):
         return [*entries, {"role": "assistant", "content": response}]
     return [*entries, *_turns(row_format, response, f"{where}: the {answer}")]
+
+
+def _prompt_and_response(row: Mapping[str, Any], where: str) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    """Return the prompt, with its context if both are text, and the response; both with the names of their columns."""
+    if not _given(row, PROMPTS) and isinstance(row.get("input"), str):
+        row = {**_without(row, ["input"]), "prompt": row["input"]}
+    name, prompt = _only(row, PROMPTS, "prompt", where)
+    context = [row[key] for key in CONTEXTS if row.get(key)]
+    if context and isinstance(prompt, str):
+        if len(context) > 1 or not isinstance(context[0], str):
+            raise MalformedRow(f"{where}: the input beside `{name}` is not one text. Give one text in `input`.")
+        prompt = f"{prompt}\n\n{context[0]}"
+    return (name, prompt), _only(row, RESPONSES, "response", where)
 
 
 def _turns(row_format: RowFormat, entries: Any, what: str) -> list[Any]:
@@ -310,7 +298,13 @@ def _parse_text(row_format: RowFormat, row: Mapping[str, Any], where: str, folde
 
 
 def _parse_completion(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Document:
-    values = dict((_only(row, PROMPTS, where), _only(row, RESPONSES, where)))
+    chats = [name for name in _CHAT_COLUMNS if row.get(name)]
+    if chats:
+        raise MalformedRow(
+            f"{where}: `format: completion` writes plain text, which has no place for `{chats[0]}`. Remove the column, "
+            "or use `format: prompt_response`."
+        )
+    values = dict(_prompt_and_response(row, where))
     for name, value in values.items():
         if not isinstance(value, str):
             raise MalformedRow(f"{where}: `{name}` is {kind_of(value)}, and `format: completion` needs text.")
@@ -320,114 +314,154 @@ def _parse_completion(row_format: RowFormat, row: Mapping[str, Any], where: str,
 
 def _parse_response(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Conversation:
     conversation = row_format.conversation(_parse_pair(row_format, row, where), row, where, folder)
-    _add_plain(conversation, row, row.get("completion"))
+    _add_plain(conversation, row, row.get("prompt"), row.get("completion"))
     return conversation
 
 
-def _add_plain(conversation: Conversation, row: Mapping[str, Any], answer: Any) -> None:
-    """Add the plain form of a row if it is a `prompt` and an answer in text, and nothing else."""
-    prompt, others = row.get("prompt"), (*CONTEXTS, "system", "system_prompt", "history", "tools", *MEDIA_COLUMNS)
-    if isinstance(prompt, str) and isinstance(answer, str) and not any(row.get(key) for key in others):
+def _add_plain(conversation: Conversation, row: Mapping[str, Any], prompt: Any, answer: Any) -> None:
+    """Add the plain form of a row if it is a prompt and an answer in text, and nothing else."""
+    if isinstance(prompt, str) and isinstance(answer, str) and not any(map(row.get, (*CONTEXTS, *_CHAT_COLUMNS))):
         conversation["plain"] = {"text": answer, "prompt": prompt}
 
 
 # Kinds of judged answers
 
-_HUMAN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 def _parse_preference(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Preference:
-    names = [_answer_column(row, columns, where) for columns in (CHOSEN, REJECTED)]
-    answers = [_answer(row_format, row[name], f"{where}: `{name}`") for name in names]
+    answers = dict(_answer(row_format, row, columns, where) for columns in (CHOSEN, REJECTED))
     _refuse_media(row, where)
-    prompt = _prompt(row_format, row, where)
-    if prompt is None and all(isinstance(answer, str) for answer in answers):
-        return _texts_with_prompt(row_format, answers, where, folder)
+    prompt = _prompt(row_format, row, where) or []
+    are_texts = all(isinstance(answer, str) for answer in answers.values())
+    if are_texts and not prompt and (parsed := _parse_whole_texts(row_format, row, where, folder)):
+        return parsed
     turns = [
-        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else list(answer) for answer in answers
+        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer for answer in answers.values()
     ]
-    shared = _num_equal(*([*map(_without_nulls, side[:-1])] for side in turns))
-    if shared and not _is_answer(row_format, turns[0][0]):
-        prompt, turns = turns[0][:shared], [side[shared:] for side in turns]
+    if prompt in turns and _is_answer(row_format, prompt[-1]):  # `messages` is the chosen conversation.
+        prompt = []
+    prompt, turns = _divided(row_format, prompt, turns)
     if not prompt:
         raise MalformedRow(
-            f"{where}: `{names[0]}` and `{names[1]}` have no prompt: no column has one, and they do not begin with the "
+            f"{where}: `{'` and `'.join(answers)}` have no prompt: no column has one, and they do not begin with the "
             'same messages. Name its column with `fields`: {"prompt": ...}.'
         )
+    for name, (first, *_) in zip(answers, turns, strict=True):
+        role, _ = _words(row_format, first)
+        if role not in ("assistant", "tool", None):
+            raise MalformedRow(
+                f"{where}: `{name}` begins with a message of the {role} that is not the prompt. Begin both answers "
+                "with the same messages, or with those of the assistant."
+            )
     sides = [_side(row_format, (prompt, side), row, where, folder) for side in turns]
-    if all(isinstance(answer, str) for answer in answers):
-        for side, answer in zip(sides, answers, strict=True):
-            _add_plain(side, row, answer)
-    return {"sides": [*sides], "num_prompt": len(sides[0]["messages"]) - len(turns[0])}
+    if are_texts:
+        for side, answer in zip(sides, answers.values(), strict=True):
+            _add_plain(side, row, row.get("prompt"), answer)
+    return {"sides": sides, "num_prompt": len(sides[0]["messages"]) - len(turns[0])}
+
+
+def _parse_whole_texts(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Preference | None:
+    """Parse two texts that begin with their prompt; return None if there is none.
+
+    Texts are dialogues in the manner of https://huggingface.co/datasets/Anthropic/hh-rlhf, or begin with the same words
+    and have no other column beside them.
+    """
+    texts: dict[str, Any] = {name: row[name] for name in _given(row, (*CHOSEN, *REJECTED))}
+    if all(map(_SPEAKER.match, texts.values())):
+        parsed = _parse_preference(row_format, {**row, **{n: _dialogue(t) for n, t in texts.items()}}, where, folder)
+        for side, text in zip(parsed["sides"], texts.values(), strict=True):
+            num_answers = len(side["messages"]) - parsed["num_prompt"]
+            at = [*_SPEAKER.finditer(text)][-num_answers].end()
+            _add_plain(side, row, text[:at], text[at:])
+        return parsed
+    first, second = texts.values()
+    shared = first[: _num_equal(first, second)]
+    at = max(shared.rfind(" "), shared.rfind("\n"))
+    if at < 1 or len(row) > len(texts):
+        return None
+    row = {"prompt": shared[:at], **{name: text[at:] for name, text in texts.items()}}
+    return _parse_preference(row_format, row, where, folder)
+
+
+def _dialogue(text: str) -> list[Any]:
+    _, *pieces = _SPEAKER.split(text)
+    return [
+        {"role": "user" if speaker == "Human" else "assistant", "content": words.strip()}
+        for speaker, words in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+
+
+def _divided(row_format: RowFormat, prompt: list[Any], turns: list[list[Any]]) -> tuple[list[Any], list[list[Any]]]:
+    """Return the prompt and the answers after it.
+
+    Answers may begin with the prompt, or with its last messages; a column may have only some messages of the prompt.
+    """
+    shared = turns[0][: _num_equal(*([*map(_without_nulls, side[:-1])] for side in turns))]
+    asked = [*dropwhile(lambda entry: _is_answer(row_format, entry), reversed(shared))][::-1]
+    begin, column = ([_words(row_format, entry) for entry in part] for part in (asked, prompt))
+    if begin and column[-len(begin) :] == begin:
+        prompt = [*prompt, *shared[len(begin) :]]
+    elif any(begin[at : at + len(column)] == column for at in range(len(begin))):
+        prompt = shared
+    else:
+        return prompt, turns
+    return prompt, [side[len(shared) :] for side in turns]
 
 
 def _parse_unpaired(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Preference:
-    name, label = _only_of(row, LABELS, "label", where)
+    name, label = _only(row, LABELS, "label", where)
     if label not in (0, 1):
         raise MalformedRow(f"{where}: `{name}` is {label!r}. Give true for a desirable answer, or false.")
     _refuse_media(row, where)
     is_list = not _response_columns(row)
-    column = next(iter(_given(row, [*_LISTS])), "messages")
-    entries = _turn_list(row_format, row, column, where) if is_list else _parse_pair(row_format, row, where)
+    column = next(iter(_given(row, _LISTS)), "messages")
+    entries = _message_list(row_format, row, where, column) if is_list else _parse_pair(row_format, row, where)
     num_answers = sum(1 for _ in takewhile(lambda entry: _is_answer(row_format, entry), reversed(entries)))
     at = len(entries) - num_answers
     if at in (0, len(entries)):
         missing = "prompt" if at == 0 else "answer after the prompt"
         raise MalformedRow(f"{where}: there is no {missing}. Give a prompt and an answer, or remove the row.")
     side = _side(row_format, (entries[:at], entries[at:]), row, where, folder)
-    _add_plain(side, row, None if is_list else row.get("completion"))
+    _add_plain(side, row, row.get("prompt"), None if is_list else row.get("completion"))
     return {"sides": [side], "num_prompt": len(side["messages"]) - num_answers, "label": bool(label)}
 
 
 def _is_answer(row_format: RowFormat, entry: Any) -> bool:
     """Return True if a message belongs to an answer: it is the assistant's, or the result of a tool that it calls."""
-    role = entry.get("role") if isinstance(entry, Mapping) else None
-    return isinstance(role, str) and role_of(role, row_format.roles) in ("assistant", "tool")
+    return _words(row_format, entry)[0] in ("assistant", "tool")
 
 
-def _answer_column(row: Mapping[str, Any], columns: Sequence[str], where: str) -> str:
-    name, value = _only_of(row, columns, columns[0], where)
-    if value in ("", [], {}) or (isinstance(value, str) and not value.strip()):
-        raise MalformedRow(f"{where}: `{name}` is empty. Give an answer, or remove the row.")
-    return name
+def _words(row_format: RowFormat, entry: Any) -> tuple[Any, Any]:
+    """Return what makes a message the same in two columns: its standard role and its content."""
+    entry = entry if isinstance(entry, Mapping) else {}
+    role, content = entry.get("role"), entry.get("content")
+    role = role_of(role, row_format.roles) if isinstance(role, str) else None
+    return role, content.strip() if isinstance(content, str) else content
 
 
-def _answer(row_format: RowFormat, value: Any, what: str) -> str | list[Any]:
-    """Return an answer: text, or messages, of which old data sets have a single one without a list."""
-    if isinstance(value, str):
-        return value
+def _answer(
+    row_format: RowFormat, row: Mapping[str, Any], columns: Sequence[str], where: str
+) -> tuple[str, str | list[Any]]:
+    """Return a column and its answer: text, or messages, of which old data sets have a single one without a list."""
+    name, value = _only(row, columns, columns[0], where)
     if isinstance(value, Mapping) and not all(isinstance(item, list) for item in value.values()):
         value = [value]
-    return [_role_and_content(entry) for entry in _turns(row_format, value, what)]
+    answer = value if isinstance(value, str) else _turns(row_format, value or [], f"{where}: `{name}`")
+    if not answer or (isinstance(answer, str) and not answer.strip()):
+        raise MalformedRow(f"{where}: `{name}` is empty. Give an answer, or remove the row.")
+    return name, answer
 
 
 def _prompt(row_format: RowFormat, row: Mapping[str, Any], where: str) -> list[Any] | None:
     """Return the messages of the columns that hold a prompt; None if there is no such column."""
     value = row.get("input")
-    if isinstance(value, Mapping) and not _given(row, PROMPTS):
-        row = {**row, "prompt": value.get("messages"), "input": None}
-    elif isinstance(value, list) and not _given(row, PROMPTS):
-        row = {**row, "prompt": value, "input": None}
+    if isinstance(value, Mapping | list) and not _given(row, PROMPTS):
+        row = {**row, "prompt": value if isinstance(value, list) else value.get("messages"), "input": None}
     if _given(row, PROMPTS) or isinstance(row.get("input"), str):
-        entries = _parse_pair(row_format, {**_without(row, RESPONSES), "response": []}, where)
-        return [_role_and_content(entry) for entry in entries]
-    columns = _given(row, [*_LISTS])
-    return _turn_list(row_format, row, columns[0], where) if columns else None
-
-
-def _turn_list(row_format: RowFormat, row: Mapping[str, Any], column: str, where: str) -> list[Any]:
-    return [_role_and_content(entry) for entry in _message_list(row_format, row, where, column)]
-
-
-def _role_and_content(entry: Any) -> Any:
-    """Return a message with `role` and `content`, which data sets in the manner of ShareGPT call `from` and `value`."""
-    if not isinstance(entry, Mapping) or entry.get("from") is None:
-        return entry
-    return {**_without(entry, ("from", "value")), "role": entry["from"], "content": entry.get("value")}
-
-
-def _without(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in names}
+        return _parse_pair(row_format, {**_without(row, RESPONSES), "response": []}, where)
+    columns = _given(row, _LISTS)
+    return _message_list(row_format, row, where, columns[0]) if columns else None
 
 
 def _num_equal(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -451,34 +485,6 @@ def _side(
     return row_format.conversation(entries, _without(row, MEDIA_COLUMNS), where, folder)
 
 
-def _texts_with_prompt(row_format: RowFormat, texts: Sequence[Any], where: str, folder: Path) -> Preference:
-    """Divide two texts that begin with the same prompt; those in the manner of HH-RLHF are conversations, too."""
-    shared = texts[0][: _num_equal(*texts)]
-    at = max(shared.rfind(" "), shared.rfind("\n"))
-    speakers = [*_HUMAN.finditer(shared)]
-    if speakers and all(_HUMAN.match(text) for text in texts):
-        at = speakers[-1].end()
-    at = min(max(at, 0), *(len(text) - 1 for text in texts))
-    documents: list[Document] = [{"text": text[at:], "prompt": text[:at]} for text in texts]
-    if not speakers or speakers[-1].group(1) != "Assistant" or not all(_HUMAN.match(text) for text in texts):
-        return {"sides": [*documents], "num_prompt": 0}
-    sides = []
-    num_prompt = len(speakers) - 1
-    for text, document in zip(texts, documents, strict=True):
-        _, *pieces = _HUMAN.split(text)
-        entries = [
-            {"role": "user" if speaker == "Human" else "assistant", "content": words.strip()}
-            for speaker, words in zip(pieces[::2], pieces[1::2], strict=True)
-        ]
-        side = _side(row_format, (entries[:num_prompt], entries[num_prompt:]), {}, where, folder)
-        side["plain"] = document
-        sides.append(side)
-    return {"sides": [*sides], "num_prompt": num_prompt}
-
-
-MEDIA_COLUMNS = tuple(name for kind in MEDIA_KINDS for name in (kind, f"{kind}s"))
-
-
 def _refuse_media(row: Mapping[str, Any], where: str) -> None:
     columns = [name for name in _given(row, MEDIA_COLUMNS) if row[name]]
     if columns:
@@ -495,18 +501,16 @@ def _preference_columns(row: Mapping[str, Any]) -> list[str]:
 
 def _labelled_columns(row: Mapping[str, Any]) -> list[str]:
     labels = [name for name in _given(row, LABELS) if isinstance(row[name], bool)]
-    return labels if labels and (_response_columns(row) or _given(row, [*_LISTS])) else []
+    return labels if labels and (_response_columns(row) or _given(row, _LISTS)) else []
 
 
-def _conversation_kind(
-    entries: Callable[[RowFormat, Mapping[str, Any], str], list[Any]],
-) -> Callable[[RowFormat, Mapping[str, Any], str, Path], Row]:
-    """Return the parser of rows whose messages `entries` returns."""
+def _list_kind(name: str, column: str) -> RowKind:
+    """Return the kind of rows with a list of messages in a column."""
 
     def parse(row_format: RowFormat, row: Mapping[str, Any], where: str, folder: Path) -> Row:
-        return row_format.conversation(entries(row_format, row, where), row, where, folder)
+        return row_format.conversation(_message_list(row_format, row, where, column), row, where, folder)
 
-    return parse
+    return RowKind(name, lambda row: _given(row, [column]), parse)
 
 
 @dataclass(frozen=True)
@@ -525,8 +529,8 @@ class RowKind:
 
 
 KINDS = (
-    RowKind("messages", lambda row: _given(row, ["messages"]), _conversation_kind(_parse_messages)),
-    RowKind("sharegpt", lambda row: _given(row, ["conversations"]), _conversation_kind(_parse_sharegpt)),
+    _list_kind("messages", "messages"),
+    _list_kind("sharegpt", "conversations"),
     RowKind("prompt_response", _response_columns, _parse_response),
     RowKind("text", lambda row: _given(row, ["text"]), _parse_text),
     RowKind("completion", lambda row: [], _parse_completion),
