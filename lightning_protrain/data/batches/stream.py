@@ -38,7 +38,7 @@ from lightning_protrain.data.batches.loader import (
     count_trained,
     remainder_of_fit,
 )
-from lightning_protrain.data.batches.pack import DEFAULT_WINDOW, pack, single_blocks
+from lightning_protrain.data.batches.pack import WINDOW, pack, single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 from lightning_protrain.data.conversation import MalformedRow, Row, unit_of
 from lightning_protrain.data.sources.row_kinds import RowFormat
@@ -46,7 +46,7 @@ from lightning_protrain.data.sources.spec import DatasetSpec
 from lightning_protrain.data.sources.tables import Shard
 
 # A window ends after this number of rows, or of tokens if rows are long.
-WINDOW_ROWS = DEFAULT_WINDOW
+WINDOW_ROWS = WINDOW
 WINDOW_TOKENS = 2**22
 # Greatest batch size that `batch_size: auto` tries, rows.
 MOST_ROWS = 4096
