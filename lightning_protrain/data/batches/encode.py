@@ -530,34 +530,19 @@ class EncodedRows(Sequence[Encoded]):
 
 
 class RowEncoder(Protocol):
-    """Encodes the rows of one data set, such as `ChatEncoder` and `TextEncoder`."""
+    """Interface of `ChatEncoder` and `TextEncoder`, which encode the rows of one data set."""
 
     @property
-    def family(self) -> str:
-        """Name of the chat format."""
-
+    def family(self) -> str: ...
     @property
-    def knobs(self) -> str:
-        """Settings as one line of text."""
-
+    def knobs(self) -> str: ...
     @property
-    def limits(self) -> str:
-        """Settings that may leave nothing to train, as text for an error."""
-
+    def limits(self) -> str: ...
     @property
-    def on_untrainable(self) -> OnUntrainable:
-        """Treatment of a row without a trained token."""
-
+    def on_untrainable(self) -> OnUntrainable: ...
     @property
-    def end_ids(self) -> frozenset[int]:
-        """Ids of the tokens that end what the model is to say."""
-
-    def encode(self, rows: Sequence[Any]) -> Sequence[Result]:
-        """Return an example, several pieces, or an error for each row.
-
-        Raises:
-            ValueError: If a row cannot be encoded.
-        """
+    def end_ids(self) -> frozenset[int]: ...
+    def encode(self, rows: Sequence[Any]) -> Sequence[Result]: ...
 
 
 def encode_rows(rows: Sequence[Any], encoder: RowEncoder, name: str) -> tuple[EncodedRows, DatasetReport]:
