@@ -634,7 +634,9 @@ class ChatDataModule(LightningDataModule):
         parts = [self._encode(index, name, texts_only) for index in having]
         self.examples[name] = [examples for examples, _ in parts]
         self._reports[name] = [report for _, report in parts]
-        _check_objective(self._reports[name], self.examples[name], self.packing)
+        _check_objective(self._reports[name], self.packing)
+        if name == "train" and self.objective == "unpaired":
+            _check_labels(self._reports[name][0].name, self.examples[name])
         for report in self._reports[name] if announces else ():
             rank_zero_info(report.describe())
 
@@ -836,10 +838,8 @@ def _of(blocks: Blocks, order: Any) -> Blocks:
     return replace(blocks, examples=order[blocks.examples])
 
 
-def _check_objective(
-    reports: Sequence[DatasetReport], examples: Sequence[Sequence[Encoded]], packing: bool | None
-) -> None:
-    """Raise ValueError if data sets cannot be trained together, or labels leave nothing to prefer."""
+def _check_objective(reports: Sequence[DatasetReport], packing: bool | None) -> None:
+    """Raise ValueError if data sets cannot be trained together."""
     judged = [report for report in reports if report.unit in ("pair", "labelled completion")]
     if not judged:
         return
@@ -851,10 +851,14 @@ def _check_objective(
         )
     if packing:
         raise ValueError(f"packing: true, but the {judged[0].unit}s of {judged[0].name} are not packed. Remove it.")
-    labels = np.concatenate([part.labels for part in examples]) if judged[0].unit != "pair" else [True, False]  # type: ignore[attr-defined]
-    if np.all(labels) or not np.any(labels):
+
+
+def _check_labels(name: str, parts: Sequence[Any]) -> None:
+    """Raise ValueError if the labels of training rows are all equal."""
+    labels = np.concatenate([part.labels for part in parts])
+    if labels.all() or not labels.any():
         raise ValueError(
-            f"All {len(labels):,} labels of {judged[0].name} are {str(bool(labels[0])).lower()}, so nothing tells "
+            f"All {len(labels):,} labels of {name} are {str(bool(labels[0])).lower()}, so nothing tells "
             "desirable from undesirable answers. Add rows with the other label, or train on desirable answers as "
             "conversations with `format`."
         )
