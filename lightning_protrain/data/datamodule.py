@@ -99,7 +99,7 @@ class ChatDataModule(LightningDataModule):
         on_untrainable: Treatment of a conversation without a trained token, or whose turns cannot be assigned to
             messages: `error` raises, `drop` leaves it out, `warn` keeps it.
         packing: True packs several rows of the data into a row of a batch, except conversations with media. None packs
-            if all training data is plain text.
+            if all training rows are documents of plain text.
         group_by_length: True makes batches of conversations with similar lengths.
         val_fraction: Fraction of the conversations for validation, if a data set has no split "validation"; 0 trains on
             all, and nothing is validated. Without a split "test", testing and prediction read the validation split.
