@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -247,7 +248,11 @@ class ChatDataModule(LightningDataModule):
         self._refuse_open()
         rank, world_size = self._place
         if self.streams:
-            self._loader = StreamLoader(self._stream(), self.trainer, self.num_workers, self._pins)
+            former, trainer = self._loader, self.trainer
+            self._loader = StreamLoader(self._stream(), trainer, self.num_workers, self._pins)
+            # A Trainer goes on in the stream when it reloads loaders between epochs, and in a further fit.
+            if isinstance(former, StreamLoader) and trainer and trainer.training and former.trainer is trainer:
+                self._state = former.state_dict()
         else:
             sampler = EpochSampler(
                 self._blocks("train"),
@@ -271,10 +276,10 @@ class ChatDataModule(LightningDataModule):
         return self._loader
 
     def teardown(self, stage: str) -> None:
-        """Tell how many rows of a stream were read and left out."""
+        """Tell how many rows of a stream this rank has read and left out; other ranks have read other rows."""
         if stage == "fit" and isinstance(self._loader, StreamLoader):
             for counts in self._loader.close():
-                rank_zero_info(counts)
+                logging.getLogger("lightning.pytorch").info(counts)
 
     def _stream(self) -> BatchStream:
         assert self._chats is not None, "setup comes first"
