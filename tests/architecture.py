@@ -76,7 +76,6 @@ MORE_MODULES = {
 # Arguments beside `self` of a constructor and of any other function, and what takes more, as above.
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_ARGUMENTS = 6, 5
 MORE_ARGUMENTS = {
-    "data.batches.sampler.EpochSampler.__init__": 8,
     "data.chat.mask._trained_turns": 6,
     "device.topology.find_peers": 6,
     "device.topology.peers_found": 6,

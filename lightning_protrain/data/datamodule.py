@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -99,7 +100,7 @@ class ChatDataModule(LightningDataModule):
         on_untrainable: Treatment of a conversation without a trained token, or whose turns cannot be assigned to
             messages: `error` raises, `drop` leaves it out, `warn` keeps it.
         packing: True packs several rows of the data into a row of a batch, except conversations with media. None packs
-            if all training data is plain text.
+            if all training rows are documents of plain text.
         group_by_length: True makes batches of conversations with similar lengths.
         val_fraction: Fraction of the conversations for validation, if a data set has no split "validation"; 0 trains on
             all, and nothing is validated. Without a split "test", testing and prediction read the validation split.
@@ -247,7 +248,11 @@ class ChatDataModule(LightningDataModule):
         self._refuse_open()
         rank, world_size = self._place
         if self.streams:
-            self._loader = StreamLoader(self._stream(), self.trainer, self.num_workers, self._pins)
+            former, trainer = self._loader, self.trainer
+            self._loader = StreamLoader(self._stream(), trainer, self.num_workers, self._pins)
+            # A Trainer goes on in the stream when it reloads loaders between epochs, and in a further fit.
+            if isinstance(former, StreamLoader) and trainer and trainer.training and former.trainer is trainer:
+                self._state = former.state_dict()
         else:
             sampler = EpochSampler(
                 self._blocks("train"),
@@ -271,10 +276,10 @@ class ChatDataModule(LightningDataModule):
         return self._loader
 
     def teardown(self, stage: str) -> None:
-        """Tell how many rows of a stream were read and left out."""
+        """Tell how many rows of a stream this rank has read and left out; other ranks have read other rows."""
         if stage == "fit" and isinstance(self._loader, StreamLoader):
             for counts in self._loader.close():
-                rank_zero_info(counts)
+                logging.getLogger("lightning.pytorch").info(counts)
 
     def _stream(self) -> BatchStream:
         assert self._chats is not None, "setup comes first"
@@ -634,7 +639,9 @@ class ChatDataModule(LightningDataModule):
         parts = [self._encode(index, name, texts_only) for index in having]
         self.examples[name] = [examples for examples, _ in parts]
         self._reports[name] = [report for _, report in parts]
-        _check_objective(self._reports[name], self.examples[name], self.packing)
+        _check_objective(self._reports[name], self.packing)
+        if name == "train" and self.objective == "unpaired":
+            _check_labels(self._reports[name][0].name, self.examples[name])
         for report in self._reports[name] if announces else ():
             rank_zero_info(report.describe())
 
@@ -836,10 +843,8 @@ def _of(blocks: Blocks, order: Any) -> Blocks:
     return replace(blocks, examples=order[blocks.examples])
 
 
-def _check_objective(
-    reports: Sequence[DatasetReport], examples: Sequence[Sequence[Encoded]], packing: bool | None
-) -> None:
-    """Raise ValueError if data sets cannot be trained together, or labels leave nothing to prefer."""
+def _check_objective(reports: Sequence[DatasetReport], packing: bool | None) -> None:
+    """Raise ValueError if data sets cannot be trained together."""
     judged = [report for report in reports if report.unit in ("pair", "labelled completion")]
     if not judged:
         return
@@ -851,10 +856,14 @@ def _check_objective(
         )
     if packing:
         raise ValueError(f"packing: true, but the {judged[0].unit}s of {judged[0].name} are not packed. Remove it.")
-    labels = np.concatenate([part.labels for part in examples]) if judged[0].unit != "pair" else [True, False]  # type: ignore[attr-defined]
-    if np.all(labels) or not np.any(labels):
+
+
+def _check_labels(name: str, parts: Sequence[Any]) -> None:
+    """Raise ValueError if the labels of training rows are all equal."""
+    labels = np.concatenate([part.labels for part in parts])
+    if labels.all() or not labels.any():
         raise ValueError(
-            f"All {len(labels):,} labels of {judged[0].name} are {str(bool(labels[0])).lower()}, so nothing tells "
+            f"All {len(labels):,} labels of {name} are {str(bool(labels[0])).lower()}, so nothing tells "
             "desirable from undesirable answers. Add rows with the other label, or train on desirable answers as "
             "conversations with `format`."
         )

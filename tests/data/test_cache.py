@@ -124,6 +124,14 @@ def test_other_code_makes_other_tokens(
     assert made == ["train", "validation"] * 2
 
 
+@pytest.mark.parametrize("name", ["conversation.py", "batches/encode.py", "chat/mask.py", "sources/messages.py"])
+def test_all_code_that_makes_tokens_is_in_the_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code_digest, read = token_cache._code_digest.__wrapped__, Path.read_bytes
+    digest = code_digest()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * path.as_posix().endswith(f"data/{name}"))
+    assert code_digest() != digest
+
+
 @pytest.mark.parametrize(
     ("template", "variables", "times"),
     [

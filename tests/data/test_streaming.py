@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 
 from lightning_protrain import CausalLMModule, ProTrainCheckpoint, ProTrainStrategy
@@ -273,6 +274,34 @@ def test_a_bad_row_is_named_or_counted(
     assert re.search(r"train: 16 rows read; left out: 1 ", train.close()[0])
 
 
+def test_every_rank_tells_what_it_leaves_out(
+    tmp_path: Path, saved_tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows_from(0, 9), UNTRAINED]))
+    data = ready(str(tmp_path / "a.jsonl"), saved_tokenizer)
+    monkeypatch.setattr(ChatDataModule, "_place", (1, 2))
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with pytest.warns(UserWarning, match=r"Left out a row of .*train on rank 1, and all further .*row 9: no token"):
+        epoch(data.train_dataloader())
+    with caplog.at_level("INFO"):
+        data.teardown("fit")
+    assert "train on rank 1: 4 rows read; left out: 1 no token is trained." in caplog.text
+
+
+def test_windows_of_long_rows_have_few_tokens(
+    parquet: str, saved_tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have the tokens of some characters more than the limit."""
+    monkeypatch.setattr(stream, "WINDOW_ROWS", 40)
+    monkeypatch.setattr(stream, "WINDOW_TOKENS", 100)
+    monkeypatch.setattr(stream, "_CHARACTERS_AT_ONCE", 200)
+    data = ready(parquet, saved_tokenizer, batch_size=1)
+    assert numbers(data, epoch(data.train_dataloader())) == Counter(range(NUM_ROWS))
+    source = data._stream()
+    reader = stream._WindowReader(source.data, source.order, source.start)
+    assert all(sum(map(len, reader.window())) < 100 + 200 for _ in range(9))
+
+
 def test_a_stream_without_trainable_rows_ends(tmp_path: Path, saved_tokenizer: str) -> None:
     path = write(tmp_path / "rows", [30])
     data = ready(path, saved_tokenizer)
@@ -364,6 +393,25 @@ def test_a_data_set_of_the_hub(tmp_path: Path, saved_tokenizer: str, monkeypatch
     assert numbers(data, list(data.val_dataloader())) == Counter(range(100, 106))
     with pytest.raises(ValueError, match=r"no split 'sft', but \['test_sft', 'train_sft'\]"):
         ready({**spec, "split": {"train": "sft"}}, saved_tokenizer)
+
+
+@pytest.mark.parametrize("reloads", [True, False])
+def test_a_trainer_goes_on_in_the_stream_with_a_new_loader(parquet: str, saved_tokenizer: str, reloads: bool) -> None:
+    """It has a new one in each epoch, or in a further fit; another Trainer begins at the first row."""
+    whole, run, again = Recorder(), Recorder(), Recorder()
+    options: dict[str, Any] = {"limit_train_batches": 5, "max_epochs": 4}
+    _trainer(**options).fit(whole, datamodule=streamed(parquet, saved_tokenizer))
+    data = streamed(parquet, saved_tokenizer)
+    trainer = _trainer(**{**options, "max_epochs": 4 if reloads else 2}, reload_dataloaders_every_n_epochs=int(reloads))
+    trainer.fit(run, datamodule=data)
+    if not reloads:
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(run, datamodule=data)
+    _trainer(**options).fit(again, datamodule=data)
+    batches = [list(chain.from_iterable(recorder.seen)) for recorder in (whole, run, again)]
+    assert len(batches[0]) == 20
+    assert equal(batches[1], batches[0])
+    assert equal(batches[2], batches[0])
 
 
 class FailingRecorder(Recorder):

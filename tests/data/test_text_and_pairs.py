@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_protrain import CausalLMModule, ChatDataModule, Evaluator, PreferenceModule
+from lightning_protrain.data.batches import encode
 from lightning_protrain.data.batches.encode_text import TextEncoder
 from lightning_protrain.data.batches.loader import BatchRows, count_trained
 from tests.support.trainers import SILENT
@@ -322,20 +323,46 @@ def test_pairs_that_say_nothing_are_dropped_and_counted(chatty: str, tmp_path: P
     }
 
 
-def test_a_labelled_answer_has_another_one_to_the_same_prompt(chatty: str, tmp_path: Path) -> None:
-    rows = [
-        {"prompt": f"What is {i} plus {i}?", "completion": f"The sum is {i}.", "label": i % 2 == 0} for i in range(5)
-    ]
+LABELLED = [
+    {"prompt": f"What is {i} plus {i}?", "completion": f"The sum is {i}.", "label": i % 2 == 0} for i in range(5)
+]
+UNTRAINED = {
+    "messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.", "train": False}],
+    "label": True,
+}
+
+
+@pytest.mark.parametrize(("at_once", "of_first"), [(3, 1), (512, 4)])
+def test_a_labelled_answer_has_another_one_to_the_same_prompt(
+    chatty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, of_first: int
+) -> None:
+    """It is that of a row that can be trained, and untrainable rows leave their neighbours."""
+    monkeypatch.setattr(encode, "_ENCODE_AT_ONCE", at_once)
+    rows = [UNTRAINED, *LABELLED[:3], UNTRAINED, LABELLED[3], UNTRAINED, UNTRAINED, UNTRAINED, LABELLED[4]]
     data = _data(_write(tmp_path / "a.jsonl", rows), chatty, tmp_path)
     assert data.objective == "unpaired"
+    (report,), (examples,) = data.reports, data.examples["train"]
+    assert (report.num_kept, report.num_dropped, len(examples)) == (5, 5, 10)
+    assert report.num_tokens == sum(map(len, examples[::2]))
+    assert report.num_trained == sum(example.num_trained for example in examples[::2])
     for cached in (data, _data(str(tmp_path / "a.jsonl"), chatty, tmp_path)):
         for batch in cached.train_dataloader():
             for number, (pair, label) in enumerate(zip(batch["pair_ids"], batch["desirable"], strict=True)):
                 assert int(label) == (int(pair) % 2 == 0)
                 mine, other = batch["labels"][2 * number], batch["labels"][2 * number + 1]
                 assert _spoken(data, mine) == f"The sum is {int(pair)}.<|im_end|>"
-                assert _spoken(data, other) == f"The sum is {(int(pair) - 1) % 5}.<|im_end|>"
+                assert _spoken(data, other) == f"The sum is {int(pair) - 1 if pair else of_first}.<|im_end|>"
                 assert f"What is {int(pair)} plus" in _tokenizer(data).decode(batch["input_ids"][2 * number + 1])
+
+
+def test_an_untrainable_labelled_answer_is_refused_by_its_line(chatty: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a.jsonl, line 6: no token is trained"):
+        _data(_write(tmp_path / "a.jsonl", [*LABELLED, UNTRAINED]), chatty, tmp_path, on_untrainable="error")
+
+
+def test_validation_rows_may_have_labels_of_one_kind(chatty: str, tmp_path: Path) -> None:
+    data = _data(_write(tmp_path / "a.jsonl", LABELLED), chatty, tmp_path, val_fraction=0.05)
+    assert [data.pair_count(split) for split in ("train", "validation")] == [4, 1]
 
 
 @pytest.mark.parametrize("label", [True, False])

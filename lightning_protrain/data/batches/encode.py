@@ -530,34 +530,19 @@ class EncodedRows(Sequence[Encoded]):
 
 
 class RowEncoder(Protocol):
-    """Encodes the rows of one data set, such as `ChatEncoder` and `TextEncoder`."""
+    """Interface of `ChatEncoder` and `TextEncoder`, which encode the rows of one data set."""
 
     @property
-    def family(self) -> str:
-        """Name of the chat format."""
-
+    def family(self) -> str: ...
     @property
-    def knobs(self) -> str:
-        """Settings as one line of text."""
-
+    def knobs(self) -> str: ...
     @property
-    def limits(self) -> str:
-        """Settings that may leave nothing to train, as text for an error."""
-
+    def limits(self) -> str: ...
     @property
-    def on_untrainable(self) -> OnUntrainable:
-        """Treatment of a row without a trained token."""
-
+    def on_untrainable(self) -> OnUntrainable: ...
     @property
-    def end_ids(self) -> frozenset[int]:
-        """Ids of the tokens that end what the model is to say."""
-
-    def encode(self, rows: Sequence[Any]) -> Sequence[Result]:
-        """Return an example, several pieces, or an error for each row.
-
-        Raises:
-            ValueError: If a row cannot be encoded.
-        """
+    def end_ids(self) -> frozenset[int]: ...
+    def encode(self, rows: Sequence[Any]) -> Sequence[Result]: ...
 
 
 def encode_rows(rows: Sequence[Any], encoder: RowEncoder, name: str) -> tuple[EncodedRows, DatasetReport]:
@@ -608,19 +593,21 @@ def collect(
         num_kept += 1
         examples += result if isinstance(result, tuple) else [result]
     unit = unit_of(rows[0]) if len(rows) else "conversation"
-    media = Counter(kind for example in examples for kind in example.media)
+    # The other answer of a labelled row is read for KTO's reference point, and is not trained.
+    counted = examples[::2] if unit == "labelled completion" else examples
+    media = Counter(kind for example in counted for kind in example.media)
     report = DatasetReport(
         name,
         encoder.family,
         num_kept=num_kept,
         dropped=tuple(Counter(dropped).most_common()),
-        num_tokens=sum(map(len, examples)),
-        num_trained=sum(example.num_trained for example in examples),
-        num_unended=sum(example.num_unended for example in examples),
-        num_doubtful=sum(bool(example.doubt) for example in examples),
-        lengths=quartet([len(example) for example in examples]),
-        num_unwritten=sum(example.num_unwritten > 0 for example in examples),
-        num_cut=sum(example.num_cut for example in examples),
+        num_tokens=sum(map(len, counted)),
+        num_trained=sum(example.num_trained for example in counted),
+        num_unended=sum(example.num_unended for example in counted),
+        num_doubtful=sum(bool(example.doubt) for example in counted),
+        lengths=quartet([len(example) for example in counted]),
+        num_unwritten=sum(example.num_unwritten > 0 for example in counted),
+        num_cut=sum(example.num_cut for example in counted),
         knobs=encoder.knobs,
         dropped_rows=tuple(shown),
         num_images=media["image"],
@@ -629,12 +616,12 @@ def collect(
         end_ids=tuple(
             index
             for index in sorted(encoder.end_ids)
-            if any((example.input_ids[example.trained] == index).any() for example in examples)
+            if any((example.input_ids[example.trained] == index).any() for example in counted)
         ),
         unit="completion" if unit == "conversation" and not isinstance(encoder, ChatEncoder) else unit,
     )
     if report.num_doubtful:
-        first = next(example.doubt for example in examples if example.doubt)
+        first = next(example.doubt for example in counted if example.doubt)
         doubtful = plural(report.num_doubtful, "conversation is", "conversations are")
         rank_zero_warn(f"{name}: {doubtful} kept with a doubtful mask. The first: {first}.")
     if not examples or not report.num_trained:
@@ -643,21 +630,21 @@ def collect(
 
 
 def _encoded(rows: Sequence[Any], encoder: RowEncoder, name: str) -> Iterator[Result]:
+    other: Preference | None = None
     with bar(None, f"Tokenizing {name}", len(rows), "row") as progress:
         for start in range(0, len(rows), _ENCODE_AT_ONCE):
             part = rows[start : start + _ENCODE_AT_ONCE]
             if any("media" in row for row in part):
                 raise HasMedia
-            yield from encode_part(part, encoder)
+            if "label" in part[0]:
+                results, other = _encode_labelled(part, encoder, other)
+                yield from results
+            else:
+                yield from _encode_pairs(part, encoder) if "sides" in part[0] else encode_part(part, encoder)
             progress.update(len(part))
 
 
-def encode_part(rows: Sequence[Any], encoder: RowEncoder) -> Iterator[Result]:
-    """Yield the result for each row of some rows of one kind, which are encoded together."""
-    yield from _encode_judged(rows, encoder) if "sides" in rows[0] else _encode_all(rows, encoder)
-
-
-def _encode_all(rows: Sequence[Any], encoder: RowEncoder) -> list[Result]:
+def encode_part(rows: Sequence[Any], encoder: RowEncoder) -> list[Result]:
     """Encode rows together; if one is refused, encode them one at a time, so that only that row gives an error."""
     try:
         return [*encoder.encode(rows)]
@@ -671,26 +658,42 @@ def _encode_all(rows: Sequence[Any], encoder: RowEncoder) -> list[Result]:
         return results
 
 
-def _encode_judged(rows: Sequence[Preference], encoder: RowEncoder) -> Iterator[Result]:
-    """Yield two examples or an error for each row: the sides of a pair; or a labelled answer, and another answer.
-
-    The other answer is that of the row before, to the same prompt: KTO estimates with it how far the model has moved
-    (https://arxiv.org/abs/2402.01306, section 4.1).
-    """
-    sides = [
-        row["sides"] if "label" not in row else [row["sides"][0], _mismatched(row, rows[number - 1])]
-        for number, row in enumerate(rows)
-    ]
-    encoded: Any = _encode_all([*chain.from_iterable(sides)], encoder)
-    for row, first, second in zip(rows, encoded[::2], encoded[1::2], strict=True):
+def _encode_pairs(rows: Sequence[Preference], encoder: RowEncoder) -> Iterator[Result]:
+    """Yield the two sides of each pair, or an error."""
+    encoded: Any = encode_part([*chain.from_iterable(row["sides"] for row in rows)], encoder)
+    for first, second in zip(encoded[::2], encoded[1::2], strict=True):
         error = next((side for side in (first, second) if isinstance(side, UntrainableError)), None)
-        if error is not None:
-            yield error
-        elif "label" not in row and np.array_equal(first.input_ids, second.input_ids):
-            yield UntrainableError(EQUAL)
-        else:
-            label = row.get("label")
-            yield replace(first, weights=None, label=label), replace(second, weights=None, label=label)
+        if error is None and np.array_equal(first.input_ids, second.input_ids):
+            error = UntrainableError(EQUAL)
+        yield error or (replace(first, weights=None), replace(second, weights=None))
+
+
+def _encode_labelled(
+    rows: Sequence[Preference], encoder: RowEncoder, other: Preference | None
+) -> tuple[list[Result], Preference | None]:
+    """Encode labelled answers; return two examples or an error for each row, and the last row that can be trained.
+
+    The second example has the same prompt with another answer, by which KTO estimates how far the model has moved
+    (https://arxiv.org/abs/2402.01306, section 4.1). It is the answer of the row before, among rows that can be trained.
+
+    Args:
+        rows: Some rows of a split.
+        encoder: Encoder of the split.
+        other: The last earlier row that can be trained; None gives the first row the answer of the last of `rows`.
+    """
+    results: list[Any] = encode_part([row["sides"][0] for row in rows], encoder)
+    places = [place for place, result in enumerate(results) if isinstance(result, Encoded)]
+    trainable = [rows[place] for place in places]
+    if not trainable:
+        return results, other
+    sides = map(_mismatched, trainable, [other or trainable[-1], *trainable])
+    for place, row, second in zip(places, trainable, encode_part([*sides], encoder), strict=True):
+        examples: Any = (results[place], second)
+        is_refused = isinstance(second, UntrainableError)
+        results[place] = (
+            second if is_refused else tuple(replace(it, weights=None, label=row["label"]) for it in examples)
+        )
+    return results, trainable[-1]
 
 
 def _mismatched(row: Preference, other: Preference) -> Conversation | Document:

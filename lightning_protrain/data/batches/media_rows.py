@@ -13,6 +13,7 @@ import base64
 import contextlib
 import io
 import re
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -251,7 +252,8 @@ class MediaRows(Sequence[Encoded]):
             raise ValueError(
                 f"{where}: {result}. Correct the row, raise `max_length`, or let `on_untrainable` be drop."
             )
-        rank_zero_warn(f"{where}: {result}. Nothing of it is trained.")
+        # Another rank does not decode this row.
+        warnings.warn(f"{where}: {result}. Nothing of it is trained.", stacklevel=2)
         # Return one untrained token, so that the batch keeps its number of rows.
         return Encoded(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
 

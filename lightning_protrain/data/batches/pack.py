@@ -17,7 +17,7 @@ from lightning_protrain.config import plural
 
 # Number of consecutive examples that are packed together. A larger window leaves less padding, a smaller one a more
 # random order.
-DEFAULT_WINDOW = 8192
+WINDOW = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +62,11 @@ def pair_blocks(lengths: NDArray[np.int64]) -> Blocks:
 
 
 def pack(
-    lengths: NDArray[np.int64],
-    max_length: int,
-    *,
-    alone: NDArray[np.bool_] | None = None,
-    seed: int = 0,
-    window: int = DEFAULT_WINDOW,
+    lengths: NDArray[np.int64], max_length: int, *, alone: NDArray[np.bool_] | None = None, seed: int = 0
 ) -> Blocks:
     """Pack examples into blocks of at most `max_length` tokens.
 
-    The examples are shuffled, and every `window` of them is packed by best-fit decreasing. Equal arguments give equal
+    The examples are shuffled, and every `WINDOW` of them are packed by best-fit decreasing. Equal arguments give equal
     blocks.
 
     Args:
@@ -80,7 +75,6 @@ def pack(
         alone: True for each example that gets an unpacked block, such as one with images, of shape [examples]. None
             packs all examples.
         seed: Seed of the shuffle.
-        window: Number of examples that are packed together.
 
     Raises:
         ValueError: If a packed example is empty or longer than `max_length`.
@@ -98,8 +92,8 @@ def pack(
     order = np.random.default_rng([seed, 0]).permutation(np.flatnonzero(~alone))
     parts: list[NDArray[np.int64]] = []
     counts: list[int] = []
-    for start in range(0, len(order), window):
-        members = order[start : start + window]
+    for start in range(0, len(order), WINDOW):
+        members = order[start : start + WINDOW]
         members = members[np.argsort(-lengths[members], kind="stable")]
         blocks = np.asarray(_best_fit(lengths[members].tolist(), max_length))
         parts.append(members[np.argsort(blocks, kind="stable")])

@@ -13,7 +13,7 @@ from lightning_protrain.data.batches.pack import Blocks
 
 # Number of consecutive steps whose rows are sorted by length together. A larger number leaves less padding, a smaller
 # one a more random order.
-DEFAULT_GROUP_STEPS = 64
+GROUP_STEPS = 64
 
 
 class EpochSampler(Sampler[list[int]]):
@@ -27,11 +27,9 @@ class EpochSampler(Sampler[list[int]]):
         blocks: The rows of all ranks.
         batch_size: Number of rows in a batch.
         seed: Seed of the order.
-        shuffle: True shuffles rows and steps; False keeps their order.
         group_by_length: True puts rows of similar lengths into a step.
         rank: Number of this rank.
         world_size: Number of ranks.
-        group_steps: Number of consecutive steps whose rows are sorted by length together.
 
     Raises:
         ValueError: If the seed is negative, or there are no rows.
@@ -43,11 +41,9 @@ class EpochSampler(Sampler[list[int]]):
         batch_size: int,
         *,
         seed: int = 0,
-        shuffle: bool = True,
         group_by_length: bool = False,
         rank: int = 0,
         world_size: int = 1,
-        group_steps: int = DEFAULT_GROUP_STEPS,
     ) -> None:
         if seed < 0:
             raise ValueError(f"seed={seed}: give a number that is not negative.")
@@ -56,11 +52,9 @@ class EpochSampler(Sampler[list[int]]):
         self.blocks = blocks
         self.batch_size = batch_size
         self.seed = seed
-        self.shuffle = shuffle
         self.group_by_length = group_by_length
         self.rank = rank
         self.world_size = world_size
-        self.group_steps = group_steps
         self.epoch = 0
         self.position = 0
 
@@ -86,19 +80,16 @@ class EpochSampler(Sampler[list[int]]):
         for packed in (True, False):
             rows = np.flatnonzero(self.blocks.packed == packed)
             steps += self._steps(rows, rng) if len(rows) else []
-        if not self.shuffle:
-            return steps
         return [steps[index] for index in rng.permutation(len(steps))]
 
     def _steps(self, rows: NDArray[np.int64], rng: np.random.Generator) -> list[list[int]]:
         """Divide packed rows, or unpacked rows, into batches; return the batches of this rank."""
-        if self.shuffle:
-            rows = rng.permutation(rows)
+        rows = rng.permutation(rows)
         size = self.batch_size * self.world_size
         count = len(rows) // size * size
         whole, rest = rows[:count], rows[count:]
         if self.group_by_length:
-            group = np.arange(count) // (size * self.group_steps)
+            group = np.arange(count) // (size * GROUP_STEPS)
             whole = whole[np.lexsort((self.blocks.lengths[whole], group))]
         # A rank takes every `world_size`-th row of a step, so that lengths are similar on all ranks.
         steps: list[list[int]] = whole.reshape(-1, size)[:, self.rank :: self.world_size].tolist()
@@ -115,9 +106,7 @@ class EpochSampler(Sampler[list[int]]):
             "num_batches": len(self),
             "num_rows": len(self.blocks),
             "num_tokens": int(self.blocks.lengths.sum()),
-            "shuffle": self.shuffle,
             "group_by_length": self.group_by_length,
-            "group_steps": self.group_steps,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,18 +2,19 @@
 
 [Note: Streams]
 A rank reads its own part of the shards, in a random order of the shards for each epoch. Rows come in *windows* of up to
-WINDOW_ROWS rows: the rows of a window are encoded, shuffled (or packed) together, and divided into batches. So the
-position of a rank is a few integers: the epoch, shard and row at which the window begins, and the number of its batches
-that have been trained. A resumed run opens the shard at this row and makes the window again, bit for bit. A shuffle
-buffer of `datasets` could not be restored: its state has no rows. A window ends with the epoch of the stream, so every
-row is trained once per epoch. A rank that has read its part begins its next epoch, whatever other ranks do: `max_steps`
-ends the training of all ranks at once.
+WINDOW_ROWS rows or WINDOW_TOKENS tokens: the rows of a window are encoded, shuffled (or packed) together, and divided
+into batches. So the position of a rank is a few integers: the epoch, shard and row at which the window begins, and the
+number of its batches that have been trained. A resumed run opens the shard at this row and makes the window again, bit
+for bit. A shuffle buffer of `datasets` could not be restored: its state has no rows. A window ends with the epoch of
+the stream, so every row is trained once per epoch. A rank that has read its part begins its next epoch, whatever other
+ranks do: `max_steps` ends the training of all ranks at once.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -38,7 +39,7 @@ from lightning_protrain.data.batches.loader import (
     count_trained,
     remainder_of_fit,
 )
-from lightning_protrain.data.batches.pack import DEFAULT_WINDOW, pack, single_blocks
+from lightning_protrain.data.batches.pack import WINDOW, pack, single_blocks
 from lightning_protrain.data.batches.sampler import EpochSampler
 from lightning_protrain.data.conversation import MalformedRow, Row, unit_of
 from lightning_protrain.data.sources.row_kinds import RowFormat
@@ -46,11 +47,13 @@ from lightning_protrain.data.sources.spec import DatasetSpec
 from lightning_protrain.data.sources.tables import Shard
 
 # A window ends after this number of rows, or of tokens if rows are long.
-WINDOW_ROWS = DEFAULT_WINDOW
+WINDOW_ROWS = WINDOW
 WINDOW_TOKENS = 2**22
 # Greatest batch size that `batch_size: auto` tries, rows.
 MOST_ROWS = 4096
+# Rows are encoded together up to this number, or up to this number of characters if they are long.
 _ENCODE_AT_ONCE = 512
+_CHARACTERS_AT_ONCE = 2**20
 # Number of draws from data sets with weights that one random generator makes.
 _DRAWS = 4096
 # Number of batches that a worker process makes ahead.
@@ -214,7 +217,7 @@ class BatchStream(IterableDataset[tuple[Batch, _State]]):
             "packing": order.packing,
             "num_shards": [len(data.shards) for data in self.data],
             "weights": [data.spec.weight for data in self.data],
-            "window_rows": WINDOW_ROWS,
+            "window": [WINDOW_ROWS, WINDOW_TOKENS, _CHARACTERS_AT_ONCE],
         }
 
     def __iter__(self) -> Iterator[tuple[Batch, _State]]:
@@ -312,7 +315,7 @@ class _WindowReader:
             for number, (part, place) in enumerate(zip(data, state["places"], strict=True))
         ]
         self._rows = [iter(rows) for rows in self._ranks]
-        self._seed = order.seed
+        self._order = order
         weights = np.array([part.spec.weight for part in data]) if len(data) > 1 else np.ones(1)
         self._shares = weights / weights.sum()
         self._choices: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, dtype=np.int64))
@@ -355,9 +358,10 @@ class _WindowReader:
         return examples
 
     def _draw(self, count: int) -> tuple[list[tuple[int, str, Row | None]], bool]:
-        """Read `count` rows; return data set, name and form of each, None if malformed; True at the end."""
+        """Read at most `count` rows; return data set, name and form of each, None if malformed; True at the end."""
         drawn: list[tuple[int, str, Row | None]] = []
-        while len(drawn) < count:
+        size = 0
+        while len(drawn) < count and size < _CHARACTERS_AT_ONCE:
             number = self._choose()
             row = next(self._rows[number])
             if row is None:
@@ -367,6 +371,7 @@ class _WindowReader:
             self._drawn += 1
             where, shard, raw = row
             drawn.append((number, where, self._parse(number, where, shard, raw)))
+            size += len(str(drawn[-1]))
         return drawn, False
 
     def _choose(self) -> int:
@@ -375,7 +380,7 @@ class _WindowReader:
             return 0
         block, at = divmod(self._drawn, _DRAWS)
         if self._choices[0] != block:
-            rng = np.random.default_rng([self._seed, block])
+            rng = np.random.default_rng([self._order.seed, block])
             self._choices = block, rng.choice(len(self._data), _DRAWS, p=self._shares)
         return int(self._choices[1][at])
 
@@ -391,7 +396,8 @@ class _WindowReader:
                 raise MalformedRow(f"{error} (`on_malformed: skip` leaves such rows out.)") from error
             self._leave_out(number, _MALFORMED, str(error))
             return None
-        refuse_media(row, where)
+        if "media" in row:
+            raise ValueError(f"{where} has images, audio or video, and only text is streamed. Set `streaming: false`.")
         return row
 
     def _encode(self, number: int, rows: Sequence[tuple[str, Row]]) -> list[Encoded]:
@@ -406,31 +412,26 @@ class _WindowReader:
                 self._leave_out(number, result.reason, f"{where}: {result}")
                 continue
             self._counts[number][_KEPT] += 1
-            examples += flatten(result)
+            examples += result if isinstance(result, tuple) else [result]
         return examples
 
     def _leave_out(self, number: int, reason: str, message: str) -> None:
         self._counts[number][reason] += 1
         if reason not in self._warned:
             self._warned.add(reason)
-            rank_zero_warn(f"Left out a row of {self._data[number].name}, and all further rows that are so: {message}")
+            name = f"{self._data[number].name}{_on_rank(self._order)}"
+            # Other ranks read other rows, so each of them warns.
+            warnings.warn(f"Left out a row of {name}, and all further rows that are so: {message}", stacklevel=2)
 
 
-def flatten(result: Encoded | Sequence[Encoded]) -> Sequence[Encoded]:
-    """Return the examples of a row, which are several if its text is split."""
-    return [result] if isinstance(result, Encoded) else result
+def _on_rank(order: StreamOrder) -> str:
+    return "" if order.num_ranks == 1 else f" on rank {order.rank}"
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
     """Return the numbers of kept and left out rows as text."""
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if reason != _KEPT)
     return f"{plural(counts.get(_KEPT, 0), 'row')} read" + (f"; left out: {dropped}" if dropped else "")
-
-
-def refuse_media(row: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if a conversation has media."""
-    if "media" in row:
-        raise ValueError(f"{where} has images, audio or video, and only text is streamed. Set `streaming: false`.")
 
 
 def full_batch(tokens: NDArray[np.int32], order: StreamOrder, collate: Collator) -> Batch:
@@ -477,7 +478,7 @@ class StreamLoader:
         self, stream: BatchStream, trainer: Trainer | None = None, num_workers: int = 0, pin_memory: bool = False
     ) -> None:
         self.sampler = stream
-        self._trainer = trainer
+        self.trainer = trainer
         self._options: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         self._options |= {"prefetch_factor": _AHEAD} if num_workers else {}
         self._states: dict[int, _State] = {}
@@ -487,17 +488,17 @@ class StreamLoader:
 
     def __len__(self) -> int:
         """Return the number of batches of the Trainer's epoch."""
-        if self._trainer is None:
+        if self.trainer is None:
             raise TypeError("A stream has no length without a Trainer.")
-        return stream_length(self._trainer)
+        return stream_length(self.trainer)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches; the position is read when the first one is drawn."""
         rest = EpochRemainder(0, 0, sys.maxsize, accumulate=1)
         trained = self._position
-        if self._trainer is not None and self._trainer.training:
-            rest = remainder_of_fit(self._trainer, len(self))
-            trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        if self.trainer is not None and self.trainer.training:
+            rest = remainder_of_fit(self.trainer, len(self))
+            trained = self.trainer.fit_loop.epoch_loop.batch_progress.total.completed
         self._go_to(trained)
         assert self._batches is not None
         for window in accumulation_windows(self._batches, rest):
@@ -529,7 +530,6 @@ class StreamLoader:
             DataLoader(
                 stream,
                 batch_size=None,
-                collate_fn=_unchanged,
                 generator=torch.Generator().manual_seed(stream.order.seed),
                 **self._options,
             )
@@ -550,10 +550,10 @@ class StreamLoader:
     def state_of_ranks(self) -> dict[str, Any]:
         """Return the states of all ranks, equal on all ranks; every rank calls it."""
         state = self.state_dict()
-        if self._trainer is None:
+        if self.trainer is None:
             return {**state, "ranks": [state]}
         ranks = range(state["num_ranks"])
-        return {**state, "ranks": [self._trainer.strategy.broadcast(state, src=rank) for rank in ranks]}
+        return {**state, "ranks": [self.trainer.strategy.broadcast(state, src=rank) for rank in ranks]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore this rank's position from `state_of_ranks`, or from its own `state_dict`.
@@ -573,9 +573,9 @@ class StreamLoader:
             state = state["ranks"][order.rank]
         if state["rank"] != order.rank:
             return
-        now = self.sampler.identity()
+        was, now = state["settings"], self.sampler.identity()
         changed = [
-            f"{key} was {was!r} and is {now[key]!r}" for key, was in state["settings"].items() if now[key] != was
+            f"{key} was {was.get(key)!r} and is {value!r}" for key, value in now.items() if was.get(key) != value
         ]
         if changed and state["position"]:
             raise ValueError(
@@ -587,13 +587,8 @@ class StreamLoader:
     def close(self) -> list[str]:
         """Stop the worker process; return the counts of each data set as text."""
         self._batches = None
-        order = self.sampler.order
         counts = self._states.get(self._position, {}).get("seen", [])
-        where = "" if order.num_ranks == 1 else f" on rank {order.rank}"
+        where = _on_rank(self.sampler.order)
         return [
             f"{data.name}{where}: {describe_counts(of)}." for data, of in zip(self.sampler.data, counts, strict=False)
         ]
-
-
-def _unchanged(item: Any) -> Any:
-    return item

@@ -1,8 +1,8 @@
 """Caches the tokens of data sets on disk, for all processes of a node and for later runs.
 
-The name of an entry is a hash of everything that its tokens depend on: rows, settings, tokenizer, code in this folder,
-and versions of libraries. So an entry is never out of date. An entry is written to a temporary folder and renamed, so
-it is always complete. Processes memory-map its arrays, and so share the memory.
+The name of an entry is a hash of everything that its tokens depend on: rows, settings, tokenizer, code of the package
+`data`, and versions of libraries. So an entry is never out of date. An entry is written to a temporary folder and
+renamed, so it is always complete. Processes memory-map its arrays, and so share the memory.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 @functools.cache
 def _code_digest() -> str:
     digest = hashlib.sha256(" ".join(map(version, ("transformers", "tokenizers", "jinja2"))).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
