@@ -214,7 +214,7 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--method", choices=METHODS, help="default: lora, or qlora if 16-bit weights fit neither device nor host")
+    add("--method", choices=METHODS, help="default: lora, or qlora if frozen weights fit neither device nor host")
     add("--device-memory", "--device_memory", help="device memory that may be used, e.g. 22GiB; default: what is free")
     add("--length", type=int, help="tokens of a row; default: no conversation is cut, or the longest that fits")
     add("--batch-size", "--batch_size", type=int, help="rows of a micro-batch; default: the fastest that fits")
@@ -246,10 +246,9 @@ def _refuse_launched(num_nodes: int) -> None:
 
 
 def _run_name(model: str, data: str) -> str:
-    stem = Path(model.rstrip("/")).name
-    stem = stem[: -len(".gguf")] if stem.lower().endswith(".gguf") else stem
-    of_data = Path(data.rstrip("/")).name
-    return f"{stem}-{of_data.removesuffix(Path(of_data).suffix if of_data.endswith(SUFFIXES) else '')}".replace("*", "")
+    paths = (Path(name) for name in (model, data))
+    names = (path.stem if path.suffix.lower() in (".gguf", *SUFFIXES) else path.name for path in paths)
+    return "-".join(names).replace("*", "")
 
 
 def _new_folder(output: str | None, model: str, data: str) -> Path:
