@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("report",),
     ("strategy", "fsdp2"),
-    ("data",),
+    ("data", "models.shipped"),
     ("models",),
     ("callbacks",),
     ("trainer",),

@@ -45,8 +45,10 @@ class SavePretrained(CopyableCallback):
             `"bfloat16"` or `"float16"`; None keeps them.
         push_to_hub: True uploads the folder to the Hugging Face Hub, where a repository is created before training. If
             the upload fails, a warning has the command that repeats it.
-        hub_model_id: Name of the repository; None means the name of the folder, in the user's namespace.
-        hub_private_repo: True makes a new repository private; None leaves that to the owner's settings.
+        hub_model_id: Name of the repository; None means the name of the folder, or of the run whose folder has it as
+            `model`, in the user's namespace. Files that the repository has under other names stay.
+        hub_private_repo: True makes a new repository private, and refuses a public one; None leaves that to the
+            owner's settings.
 
     Raises:
         ValueError: The dtype is unknown; or, before training, a folder exists already or cannot be created, the
@@ -105,7 +107,9 @@ class SavePretrained(CopyableCallback):
     def _prepare_push(self, trainer: Trainer, model: Any) -> None:
         if not trainer.is_global_zero:
             return
-        self._repository = prepare_push(self.hub_model_id or Path(self.dirpath).absolute().name, self.hub_private_repo)
+        folder = Path(self.dirpath).absolute()
+        name = (folder.parent if folder.name == "model" else folder).name  # `fit MODEL DATA` writes runs/NAME/model.
+        self._repository = prepare_push(self.hub_model_id or name, self.hub_private_repo)
         base = getattr(model, "name_or_path", "") if hasattr(model, "peft_config") else ""
         if base and is_path(base):
             rank_zero_warn(

@@ -20,7 +20,7 @@ from lightning_protrain.checkpoint.discover import checkpoint_at, find_checkpoin
 from lightning_protrain.checkpoint.manifest import is_remains
 from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.data.batches.tokenizer import load_tokenizer
-from lightning_protrain.data.chat.render import REFUSALS
+from lightning_protrain.data.chat.render import Renderer
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, is_path, look_up
 from lightning_protrain.device.device import why_no_gpu
@@ -48,7 +48,7 @@ _SHARE = 0.9
 def add_chat_options(parser: ArgumentParser) -> None:
     """Add the arguments of the command; options can be written with dashes or underscores."""
     parser.add_argument(
-        "folder", help="a model or adapters, as SavePretrained, `export` and `merge` write them, or a checkpoint"
+        "folder", help="a model or adapters, as SavePretrained, `export` and `merge` write them, a checkpoint, or a run"
     )
     parser.add_argument("prompt", nargs="?", help="default: standard input; a terminal begins a conversation")
     tokens = "tokens of an answer at most; default: 256"
@@ -124,8 +124,8 @@ class ChatSession:
             ValueError: If the chat template refuses the conversation, or the model has too few positions for it.
         """
         self.messages.append({"role": "user", "content": text})
-        inputs = self._inputs(text)
-        count = inputs["input_ids"].shape[1]
+        ids = self._ids(text)
+        count = ids.shape[1]
         most = num_positions(base_of(self.model).config)
         if most is not None and count >= most:
             raise ValueError(
@@ -136,22 +136,22 @@ class ChatSession:
         self.generation.max_new_tokens = length if most is None else min(length, most - count)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with torch.inference_mode():
-            output = self.model.generate(**inputs, streamer=streamer)
+            output = self.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer)
         reply: str = self.tokenizer.decode(output[0, count:], skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": reply})
         return reply
 
-    def _inputs(self, text: str) -> Any:
+    def _ids(self, text: str) -> torch.Tensor:
         """Return the tokens of the conversation with the generation prompt, or of the text without a chat template."""
-        tokenizer, options = self.tokenizer, {"return_tensors": "pt", "return_dict": True}
-        if not getattr(tokenizer, "chat_template", None):
-            inputs = tokenizer(text, return_tensors="pt")
-        else:
+        if getattr(self.tokenizer, "chat_template", None):
             try:
-                inputs = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, **options)
-            except REFUSALS as error:
-                raise ValueError(f"The chat template refuses the conversation: {str(error).rstrip('.')}.") from error
-        return {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask") if name in inputs}
+                # Without markers, answers keep their control tokens, and those in prompts become plain text.
+                ids = Renderer(self.tokenizer, ()).ids(self.messages, add_generation_prompt=True)
+            except ValueError as error:
+                raise ValueError(f"This conversation has no answer: {error}.") from error
+        else:
+            ids = self.tokenizer(text)["input_ids"]
+        return torch.tensor([ids], device=self.model.device)
 
 
 def _device(name: str | None) -> torch.device:
@@ -179,6 +179,9 @@ def _load(
     if is_saved or not path.exists():
         return _saved(name, device)
     if path.is_dir() and not is_remains(path) and not find_checkpoints(path).found:
+        parts = [path / "checkpoints"] if take == "best" else [path / "model", path / "checkpoints"]
+        for part in filter(Path.is_dir, parts):  # of a run of `fit MODEL DATA`
+            return _load(str(part), device, take)
         raise ValueError(f"{name!r} has no model (config.json), no adapters ({_ADAPTERS}) and no checkpoint.")
     checkpoint = checkpoint_at(path, take)
     with TemporaryDirectory() as folder:  # Adapters are small, and whole models need this room only while they load.

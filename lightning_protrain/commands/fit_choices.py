@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ class Corpus:
 
 
 def choose_method(asked: Method | None, model: ModelSize, machine: Machine) -> tuple[Method, str]:
-    """Return the method and the reason: `"lora"`, or `"qlora"` if 16-bit weights fit neither device nor host.
+    """Return the method and the reason: `"lora"`, or `"qlora"` if frozen weights fit neither device nor host.
 
     Args:
         asked: Method that the user has given; None chooses.
@@ -102,10 +103,10 @@ def choose_method(asked: Method | None, model: ModelSize, machine: Machine) -> t
             raise ValueError("--method qlora needs a CUDA GPU, and none is used. Give --method lora.")
     if asked is not None:
         return asked, ""
-    nbytes = 2 * model.parameters
+    nbytes = (2 if machine.bfloat16 else 4) * model.parameters
     fits = machine.device_bytes is None or nbytes <= max(machine.device_bytes, machine.host_bytes)
     if machine.on_gpu and not fits and is_installed():
-        return "qlora", f"{format_bytes(nbytes)} of 16-bit weights fit neither device nor host"
+        return "qlora", f"{format_bytes(nbytes)} of frozen weights fit neither device nor host"
     return "lora", "adapters; --method full trains all weights"
 
 
@@ -187,18 +188,25 @@ def model_size(name: str, allow_pickle: bool) -> ModelSize:
     return ModelSize(parameters, num_positions(config), config.model_type in PACKING_MODEL_TYPES)
 
 
-def find_machine(accelerator: str, devices: int | str | list[int], limit: int | str) -> Machine:
+def find_machine(accelerator: str, devices: int | str | list[Any], limit: int | str) -> Machine:
     """Return the properties of this machine.
 
     Args:
         accelerator: As in the Trainer.
         devices: As in the Trainer.
         limit: Device memory that may be used, as in ProTrainStrategy.
+
+    Raises:
+        ValueError: If there is no device.
     """
     gpu = first_gpu() if accelerator in ("auto", "gpu", "cuda") else None
     if devices in ("auto", -1, "-1"):
         devices = max(len(describe_gpus()), 1) if gpu else 1
-    count = devices if isinstance(devices, int) else len(devices.split(",") if isinstance(devices, str) else devices)
+    if isinstance(devices, str):  # "0," is a list of one device.
+        devices = [number for number in devices.split(",") if number.strip()]
+    count = devices if isinstance(devices, int) else len(devices)
+    if count < 1:
+        raise ValueError(f"trainer.devices is {devices}: give at least 1 device.")
     nbytes = (None if gpu is None else gpu[0]) if limit == "auto" else parse_bytes(limit, "device_memory")
     bfloat16 = gpu[1] if gpu else bool(torch.cpu.get_capabilities().get("amx_bf16"))
     return Machine(count, gpu is not None, bfloat16, nbytes, free_host_bytes())

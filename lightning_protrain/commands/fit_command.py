@@ -43,9 +43,10 @@ from lightning_protrain.commands.fit_choices import (
     unlimited_batch,
     val_fraction,
 )
-from lightning_protrain.commands.mistakes import holds, nearest, option_values, put_option
+from lightning_protrain.commands.mistakes import holds, is_option, nearest, option_values, put_option
 from lightning_protrain.config import RaisingParser, parse_bytes
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.data.sources.dataset import read_rows
 from lightning_protrain.data.sources.load import Source
 from lightning_protrain.data.sources.tables import SUFFIXES
 from lightning_protrain.models.repeated_blocks import METHODS, Method, method_options, silent
@@ -63,6 +64,7 @@ CALLBACKS = "trainer.callbacks"
 # Keys whose values are added last, to what the command itself writes there.
 ADDED_LAST = (CALLBACKS, "trainer.logger")
 MACHINE_KEYS = ("trainer.accelerator", "trainer.devices", "trainer.strategy.device_memory")
+COUNTS = ("data.max_length", "data.batch_size", "trainer.accumulate_grad_batches", "trainer.num_nodes")
 SHORT_OPTIONS = ("--method", "--device-memory", "--length", "--batch-size", "--epochs", "--output", "--dry-run")
 
 Config = dict[str, Any]
@@ -134,9 +136,10 @@ def fit_command(arguments: Sequence[str]) -> None:
     """
     options, overrides = parse(arguments)
     name, dataset = options.names
-    _refuse_launched()
     folder = _new_folder(options.output, name, dataset)
     choice = _begun(options, overrides)
+    nodes = choice.get("trainer.num_nodes")
+    _refuse_launched(nodes if isinstance(nodes, int) and not options.dry_run else 1)
     model = model_size(name, choice.get("model.allow_pickle", False))
     machine = find_machine(*(choice.get(key, "auto") for key in MACHINE_KEYS))
     ways = _set_method(choice, options.method, model, machine)
@@ -189,7 +192,7 @@ def parse(arguments: Sequence[str]) -> tuple[Namespace, list[tuple[str, str]]]:
     model, data = options.names
     if model.lower().endswith(SUFFIXES) or (_is_model(data) and not _is_model(model)):
         raise ValueError(f"The model comes first: write `lightning-protrain fit {data} {model}`.")
-    for name in (text for text in rest if text.startswith("-")):
+    for name in filter(is_option, rest):
         key = name.partition("=")[0]
         if key.partition(".")[0] not in ("--model", "--data", "--trainer", "--seed_everything"):
             hint = " A config is trained without names: `fit --config FILE`." if key in ("--config", "-c") else ""
@@ -211,7 +214,7 @@ def _parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--method", choices=METHODS, help="default: lora, or qlora if 16-bit weights fit neither device nor host")
+    add("--method", choices=METHODS, help="default: lora, or qlora if frozen weights fit neither device nor host")
     add("--device-memory", "--device_memory", help="device memory that may be used, e.g. 22GiB; default: what is free")
     add("--length", type=int, help="tokens of a row; default: no conversation is cut, or the longest that fits")
     add("--batch-size", "--batch_size", type=int, help="rows of a micro-batch; default: the fastest that fits")
@@ -227,24 +230,25 @@ def _typed(value: str) -> Any:
         content = yaml.safe_load(value)
     except yaml.YAMLError:
         return value
+    if isinstance(content, int | float) and ":" in value:  # YAML 1.1 would read a time such as 1:30 as 90.
+        return value
     return content if isinstance(content, int | float | list | None) and value else value
 
 
-def _refuse_launched() -> None:
+def _refuse_launched(num_nodes: int) -> None:
     """Refuse several processes that would each choose for themselves."""
     kinds = (TorchElasticEnvironment, SLURMEnvironment)
-    if any(kind.detect() and kind().world_size() > 1 for kind in kinds):
+    if num_nodes > 1 or any(kind.detect() and kind().world_size() > 1 for kind in kinds):
         raise ValueError(
-            "`fit MODEL DATA` starts a process for each GPU itself, so torchrun or srun must not start several. Save "
-            "the config that `--dry-run` prints, and launch `fit --config FILE`."
+            "`fit MODEL DATA` starts a process for each GPU of one node itself, so neither torchrun, srun nor another "
+            "node may start more. Save the config that `--dry-run` prints, and launch `fit --config FILE`."
         )
 
 
 def _run_name(model: str, data: str) -> str:
-    stem = Path(model.rstrip("/")).name
-    stem = stem[: -len(".gguf")] if stem.lower().endswith(".gguf") else stem
-    of_data = Path(data.rstrip("/")).name
-    return f"{stem}-{of_data.removesuffix(Path(of_data).suffix if of_data.endswith(SUFFIXES) else '')}".replace("*", "")
+    paths = (Path(name) for name in (model, data))
+    names = (path.stem if path.suffix.lower() in (".gguf", *SUFFIXES) else path.name for path in paths)
+    return "-".join(names).replace("*", "")
 
 
 def _new_folder(output: str | None, model: str, data: str) -> Path:
@@ -292,6 +296,8 @@ def _begun(options: Namespace, overrides: Sequence[tuple[str, str]]) -> Choice:
         if value != "auto" or key not in ("data.max_length", "data.batch_size"):
             put_option(given, key, value)
             put_option(config, key, value)
+        if key in COUNTS and isinstance(value, int) and value < 1:
+            raise ValueError(f"{key} is {value}: give at least 1.")
     return Choice(config, given=given, overrides=first)
 
 
@@ -328,12 +334,7 @@ def _set_way(choice: Choice, way: TrainingOptions, machine: Machine) -> None:
 
 def _choose(choice: Choice, model: ModelSize, machine: Machine, ways: Sequence[TrainingOptions]) -> None:
     """Choose all that depends on the data, and the sizes that fit."""
-    if not choice.has("data.val_fraction"):
-        spec = choice.get("data.dataset")
-        tables = Source(spec, None).tables
-        rows = sum(len(table) for table in tables["train"])
-        if "validation" not in tables:
-            choice.set("data.val_fraction", val_fraction(rows), f"of {rows:,} rows")
+    _set_data(choice)
     cli = _made(choice, {"data.max_length": "auto", "data.batch_size": 1})
     data: ChatDataModule = cli.datamodule
     with silent():
@@ -345,7 +346,8 @@ def _choose(choice: Choice, model: ModelSize, machine: Machine, ways: Sequence[T
     length = int(choice.get("data.max_length", longest_length(corpus, model)))
     if choice.get("data.packing") or corpus.is_text:
         rows, total = packed_rows(corpus, length)
-    _set_sizes(choice, machine, ways, length, -(-total // ranks))
+    plans = hasattr(cli.trainer.strategy, "shardings")
+    _set_sizes(choice, machine, ways if plans else ways[:1], length, -(-total // ranks))
     length, batch = int(choice.get("data.max_length")), int(choice.get("data.batch_size"))
     cut = f"the longest that fits; {corpus.longest:,} would cut none" if length < corpus.longest else "no row is cut"
     if not choice.has("data.max_length"):
@@ -359,6 +361,28 @@ def _choose(choice: Choice, model: ModelSize, machine: Machine, ways: Sequence[T
         choice.set("trainer.val_check_interval", 0.25, f"of {steps:,} steps")
     choice.set("trainer.log_every_n_steps", 10 if steps >= LONG_EPOCH else max(min(steps, 5), 1))
     _set_callbacks(choice, data, corpus)
+
+
+def _set_data(choice: Choice) -> None:
+    """Set the class of the module and its loss, which the first row tells, and the fraction for validation."""
+    dataset = choice.get("data.dataset")
+    sources = [Source(spec, None) for spec in (dataset if isinstance(dataset, list) else [dataset])]
+    if any(source.spec.streaming for source in sources):
+        raise ValueError(
+            "`fit MODEL DATA` measures all rows to choose, so it reads no stream. Leave out `data.dataset.streaming`, "
+            "or write a config."
+        )
+    first, tables = sources[0], sources[0].tables["train"]
+    row: Any = read_rows(tables, first.row_format, first.spec.label, on_malformed=first.spec.on_malformed, max_rows=1)[
+        0
+    ]
+    if "sides" in row:
+        choice.config["model"]["class_path"] = "lightning_protrain.PreferenceModule"
+        loss, rows_have = ("kto", "labels") if "label" in row else ("dpo", "pairs")
+        choice.set("model.loss", loss, f"the rows have {rows_have}")
+    if not all("validation" in source.tables for source in sources):
+        rows = sum(len(table) for source in sources for table in source.tables["train"])
+        choice.set("data.val_fraction", val_fraction(rows), f"of {rows:,} rows")
 
 
 class _BareCLI(ProTrainCLI):
@@ -390,11 +414,7 @@ def _corpus(data: ChatDataModule) -> Corpus:
 
 
 def _set_training(choice: Choice, method: Method, model: ModelSize, corpus: Corpus) -> None:
-    """Set the loss, the learning rate, the number of epochs and packing."""
-    if corpus.objective != "tokens":
-        choice.config["model"]["class_path"] = "lightning_protrain.PreferenceModule"
-        pairs = corpus.objective == "pairs"
-        choice.set("model.loss", "dpo" if pairs else "kto", "the rows have pairs" if pairs else "the rows have labels")
+    """Set the learning rate, the number of epochs and packing."""
     count = get_human_readable_count(model.parameters).strip()
     rate = learning_rate(method, model.parameters, corpus.objective)
     choice.set("model.learning_rate", rate, f"for {method} of {count} parameters")
@@ -462,6 +482,11 @@ def _sized(choice: Choice, settings: Mapping[str, Any]) -> tuple[ChatDataModule,
     """Return the data with its sizes chosen, and the plan, the error why none fits, or None if the sizes fit."""
     cli = _made(choice, settings)
     strategy: Any = cli.trainer.strategy
+    if not hasattr(strategy, "shardings"):
+        raise ValueError(
+            f"`fit MODEL DATA` chooses length and batch size by a plan, and {type(strategy).__name__} makes none. Give "
+            "--length and --batch-size, or leave out `trainer.strategy`."
+        )
     hardware = DryRunHardware()
     dry_run = hardware.dry_run(strategy.shardings(1))
     sizes = _SizeRun(dry_run.targets, data=cli.datamodule if settings["data.batch_size"] == "auto" else None)

@@ -285,13 +285,18 @@ def nearest(name: str, names: Iterable[str], form: str = "`{}`") -> str:
     return f"; did you mean {form.format(near[0])}?" if near else "."
 
 
+def is_option(text: str) -> bool:
+    """Return True if an argument names an option; negative numbers are values."""
+    return re.match(r"-(?![\d.])", text) is not None
+
+
 def option_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield names and values of options; the value is empty if an option has none."""
     left = list(arguments)
     while left:
         name, equals, value = left.pop(0).partition("=")
-        if name.startswith("-"):
-            if not equals and left and not left[0].startswith("-"):
+        if is_option(name):
+            if not equals and left and not is_option(left[0]):
                 value = left.pop(0)
             yield name.lstrip("-"), value
 

@@ -44,6 +44,8 @@ from huggingface_hub.errors import (
 )
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_protrain.models.shipped import published
+
 # Time limit for an answer of the Hub, seconds.
 SECONDS = 5.0
 # Suffixes of files. Names on the Hub may contain a dot, too, as in "Llama-3.1".
@@ -54,7 +56,10 @@ _SUFFIXES = {
 
 
 def is_path(name: str) -> bool:
-    """Return True if a name is the path of a file or folder, which need not exist, rather than a name on the Hub."""
+    """Return True if a name is the path of a file or folder, which need not exist, rather than a name on the Hub.
+
+    A folder "Qwen" makes "Qwen/mine" a path, but not the name of a published model.
+    """
     path = Path(name)
     return (
         name.startswith((".", "/", "~"))
@@ -62,7 +67,7 @@ def is_path(name: str) -> bool:
         or name.count("/") > 1
         or "\\" in name
         or path.suffix.lower() in _SUFFIXES
-        or ("/" in name and path.parent.is_dir())
+        or ("/" in name and path.parent.is_dir() and name not in published())
         or path.exists()
     )
 
@@ -221,7 +226,7 @@ def _reason(name: str, error: BaseException, kind: str, known: Iterable[str]) ->
         why, then = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
     return (
         f"The {_NOUNS[kind]} {name!r} is not in the cache {constants.HF_HUB_CACHE}, or not all of it, and {why}: "
-        f"{then}, or give a path{_nearest(name, (*known, *_cached(kind)))}"
+        f"{then}, or give a path{_nearest(name, (*known, *cached_names(kind)))}"
     )
 
 
@@ -257,7 +262,7 @@ def _answer(name: str, error: HfHubHTTPError, kind: str, known: Iterable[str]) -
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return (
             f"There is no {_NOUNS[kind]} {name!r} on the Hugging Face Hub, and no folder of this name: correct the "
-            f"name, or, if it is private, log in with `hf auth login`{_nearest(name, (*known, *_cached(kind)))}"
+            f"name, or, if it is private, log in with `hf auth login`{_nearest(name, (*known, *cached_names(kind)))}"
         )
     if status == 429:
         wait = error.response.headers.get("Retry-After")
@@ -283,13 +288,14 @@ def prepare_push(repository: str, private: bool | None = None) -> str:
 
     Args:
         repository: Name on the Hub; without an owner, it is the user's.
-        private: True makes a new repository private; None leaves that to the owner's settings.
+        private: True makes a new repository private, and refuses a public one; None leaves that to the owner's
+            settings.
 
     Returns:
         The name with its owner.
 
     Raises:
-        ValueError: If the Hub cannot be reached, or refuses the token or the name.
+        ValueError: If the Hub cannot be reached, or refuses the token or the name, or the repository is public.
     """
     name = repository
     try:
@@ -298,6 +304,8 @@ def prepare_push(repository: str, private: bool | None = None) -> str:
         user = api.whoami()["name"]
         name = repository if "/" in repository else f"{user}/{repository}"
         api.create_repo(name, private=private, exist_ok=True)
+        if private and not api.model_info(name).private:
+            raise ValueError("it is public, but hub_private_repo is true; make it private, or set another hub_model_id")
         # A token that may only read passes until here if the repository exists. Nothing is uploaded: the file is small.
         api.preupload_lfs_files(name, [CommitOperationAdd("README.md", b"# Model")])
     except PUSH_ERRORS as error:
@@ -350,7 +358,7 @@ def _place(error: BaseException) -> str:
     return str(getattr(error, "filename", None) or constants.HF_HUB_CACHE)
 
 
-def _cached(kind: str) -> list[str]:
+def cached_names(kind: str) -> list[str]:
     """Return the names of models or data sets in the cache of the Hub."""
     folders = Path(constants.HF_HUB_CACHE).glob(f"{kind}s--*")
     return ["/".join(folder.name.split("--")[1:]) for folder in folders]

@@ -134,7 +134,10 @@ def _instead(model: str) -> str:
     if files:
         return f"Download a GGUF file of it, as in `hf download {model} {files[0]} --local-dir .`, and give its path."
     if "adapter_config.json" in names:
-        return "It has the adapters of a model: give that model."
+        return (
+            "It has adapters without their base model: give FOLDER as written by `lightning-protrain merge CHECKPOINT "
+            "FOLDER` of their training."
+        )
     return "Give a model or a folder written by `save_pretrained`."
 
 
@@ -623,7 +626,7 @@ def _refuse_pickle(folder: str, allow_pickle: bool) -> None:
     if not allow_pickle:
         raise ValueError(
             f"The weights in {folder!r} are pickled ({pickled}), and a pickle can execute any code. Convert them to "
-            "safetensors, or set allow_pickle: true if you trust their author."
+            "safetensors, or, to train them, set allow_pickle: true if you trust their author."
         )
 
 

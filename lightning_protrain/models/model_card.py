@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from lightning.pytorch import Trainer
 
 from lightning_protrain.config import __version__, plural, version_of
-from lightning_protrain.data.hub import is_path
+from lightning_protrain.data.hub import cached_names, is_path
 from lightning_protrain.device.topology import describe_gpus
 from lightning_protrain.models.loading import auto_class
 from lightning_protrain.models.lora import base_of
@@ -88,7 +88,8 @@ def facts_of_run(trainer: Trainer, module: Any) -> TrainingFacts:
     common = _rows(settings, module.model, {**sizes, **run})
     rows = {
         "base model": common.pop("base model"),
-        "data": ", ".join(dict.fromkeys(map(_shown, names))) + (f" ({plural(kept, 'conversation')})" if kept else ""),
+        "data": ", ".join(dict.fromkeys(_shown(name, "dataset") for name in names))
+        + (f" ({plural(kept, 'row')})" if kept else ""),
         **common,
         "trained parameters": f"{sum(weight.numel() for weight in trained):,}",
         "optimizer": ", ".join(map(_optimizer, trainer.optimizers)),
@@ -143,7 +144,7 @@ def write_card(folder: Path, name: str, model: Any, facts: TrainingFacts) -> Non
     tasks = {"AutoModelForCausalLM": "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}
     data = ModelCardData(
         base_model=facts.base if facts.base is not None and _is_on_hub(facts.base) else None,
-        datasets=[dataset for dataset in facts.datasets if _is_on_hub(dataset)] or None,
+        datasets=[dataset for dataset in facts.datasets if _is_on_hub(dataset, "dataset")] or None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=tasks.get(kind),
         tags=["lightning-protrain", *([facts.adapters.lower()] if facts.adapters else [])],
@@ -266,13 +267,14 @@ def _versions(has_adapters: bool, is_quantised: bool) -> str:
     return ", ".join([f"lightning_protrain {__version__}", *(f"{name} {version_of(name)}" for name in names)])
 
 
-def _is_on_hub(name: str) -> bool:
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_path(name)
+def _is_on_hub(name: str, kind: str = "model") -> bool:
+    """Return True if a model or data set came from the Hub; elsewhere, a relative path looks like a name."""
+    return not is_path(name) and name in cached_names(kind)
 
 
-def _shown(name: str) -> str:
+def _shown(name: str, kind: str = "model") -> str:
     """Return a name on the Hub, or the last part of a path."""
-    return name if _is_on_hub(name) else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
+    return name if _is_on_hub(name, kind) else re.split(r"[/\\]", name.rstrip("/\\"))[-1]
 
 
 def _linked(name: str) -> str:

@@ -118,8 +118,10 @@ class PreferenceModule(CausalLMModule):
         model = super()._build(load)
         if self.hparams["disable_dropout"]:
             for module in model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
+                # Some models call the function, with a number of their own: OPT's `dropout` and `layerdrop`.
+                names = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+                for name in names + ["p"] * isinstance(module, nn.Dropout):
+                    setattr(module, name, 0.0)
         return model
 
     # Steps
@@ -392,7 +394,12 @@ class PreferenceModule(CausalLMModule):
     def _load_or_compute(self, datamodule: Any, splits: Sequence[str], digests: Tensor) -> ReferenceTable:
         trainer = self.trainer
         settings = {"precision": trainer.precision, "base": self._base_is_reference}
-        key = trainer.strategy.broadcast(key_of(self.state_dict(), digests, settings))
+        weights = self.state_dict()
+        if self._base_is_reference:  # Adapters begin at random, and are switched off.
+            for name, weight in self.named_parameters(remove_duplicate=False):
+                if weight.requires_grad:
+                    weights.pop(name, None)
+        key = trainer.strategy.broadcast(key_of(weights, digests, settings))
         folder = getattr(datamodule, "cache_dir", CACHE_DIR) / "reference" / key
         table = trainer.strategy.broadcast(ReferenceTable.load(folder) if trainer.is_global_zero else None)
         if table is None:

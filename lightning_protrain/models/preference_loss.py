@@ -140,7 +140,11 @@ def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log1mexp(logps: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0, accurate at both ends."""
+    """Return log(1 - exp(x)) for x < 0, accurate at both ends; 0 counts as the largest number below it.
+
+    An answer that is learnt perfectly has the log-probability 0, where the gradient is infinite.
+    """
+    logps = logps.clamp(max=-torch.finfo(logps.dtype).eps)
     is_near = logps > -math.log(2)
     near = torch.log(-torch.expm1(torch.where(is_near, logps, -1.0)))
     return torch.where(is_near, near, torch.log1p(-torch.exp(torch.where(is_near, -1.0, logps))))

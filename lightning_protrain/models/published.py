@@ -45,7 +45,7 @@ def find_config(name: str) -> NamedConfig:
         ValueError: If no config is found; the message says why, and suggests similar names.
     """
     shipped = _shipped(name)
-    if is_path(name) and (shipped is None or Path(name).exists()):  # A folder "Qwen" does not hide Qwen/Qwen3-8B.
+    if is_path(name) and (shipped is None or Path(name).exists()):  # qwen/qwen3-8b beside a folder "qwen" is a name.
         kind = "file" if Path(name).is_file() else "folder"
         return NamedConfig(Path(name).name, _keys(read_config(name), name), f"the {kind} {name}")
     full = name if shipped is None else shipped.name

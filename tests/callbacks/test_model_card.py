@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from lightning.pytorch import LightningModule
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +66,7 @@ def test_a_card_of_adapters_has_the_facts_of_the_run(folders: Path) -> None:
     assert 50 < int(re.sub(r"\D", "", table.pop("trained tokens"))) < 70
     assert table == {
         "base model": "base",
-        "data": "chats.jsonl (11 conversations)",
+        "data": "chats.jsonl (11 rows)",
         "method": f"LoRA: r 2, lora_alpha 4, on {TARGETS}",
         "loss": "next-token cross-entropy",
         "precision": "32-true, weights in float32",
@@ -119,9 +119,16 @@ def test_the_code_of_a_card_runs(
     assert len(capsys.readouterr().out) > 1
 
 
-def test_names_on_the_hub_are_metadata_and_paths_are_not(folders: Path, tmp_path: Path) -> None:
+def test_names_on_the_hub_are_metadata_and_paths_are_not(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("models--owner--model", "datasets--owner--data"):
+        (tmp_path / "hub" / name).mkdir(parents=True)
     model = AutoModelForCausalLM.from_pretrained(folders / "base")
-    facts = TrainingFacts("owner/model", ("owner/data", "stdlib", "/data/rows.jsonl"), rows={"a|b": "c|d"})
+    facts = TrainingFacts(
+        "owner/model", ("owner/data", "stdlib", "/data/rows.jsonl", "elsewhere/folder"), rows={"a|b": "c|d"}
+    )
     write_card(tmp_path, "me/mine", model, facts)
     data = _metadata(tmp_path)
     assert (data["base_model"], data["datasets"]) == ("owner/model", ["owner/data"])

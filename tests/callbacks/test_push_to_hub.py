@@ -86,6 +86,17 @@ def test_a_repository_that_exists_gets_a_further_commit(server: StandInHub, tmp_
     assert server.repositories["me/out"] == {"LICENSE": b"mine", **_files("out")}
 
 
+def test_the_repository_of_a_run_has_its_name_and_a_public_one_gets_no_private_model(
+    server: StandInHub, tmp_path: Path
+) -> None:
+    server.repositories["me/tiny-chats"] = {}
+    server.visibility["me/tiny-chats"] = "public"
+    sentence = "push_to_hub cannot write to 'me/tiny-chats': it is public, but hub_private_repo is true"
+    with pytest.raises(ValueError, match=sentence):
+        _trained(tmp_path, SavePretrained("runs/tiny-chats/model", push_to_hub=True, hub_private_repo=True))
+    assert server.repositories == {"me/tiny-chats": {}}
+
+
 TOKEN = "the Hub refuses your token (401); log in with `hf auth login`, or replace HF_TOKEN."
 DENIED = (
     "your token may not write there (403, Forbidden); give it write access in its settings, or set hub_model_id to a "

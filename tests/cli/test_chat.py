@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,11 +34,14 @@ Answer = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `whole`, a saved model, and its checkpoint in `run`."""
+    """A folder with `whole`, a saved model, its checkpoint in `run`, and folders as `fit MODEL DATA` names them."""
     folder = tmp_path_factory.mktemp("saved")
     saver = ProTrainCheckpoint(folder / "run", every_n_train_steps=2)
     module = CausalLMModule(config=CONFIG, warmup_steps=0, learning_rate=1e-4)
     fit(module, chat_data(folder), SavePretrained(str(folder / "whole")), saver, enable_checkpointing=True)
+    for name, part, target in (("named", "model", "whole"), ("broken", "checkpoints", "run")):
+        (folder / name).mkdir()
+        (folder / name / part).symlink_to(folder / target)
     return folder
 
 
@@ -78,7 +82,7 @@ def _generated_ids(model: Any, folder: Path, *turns: str, **options: Any) -> lis
     return output[0, ids["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", ["whole", "run", "run/last"])
+@pytest.mark.parametrize("name", ["whole", "run", "run/last", "named", "broken"])
 def test_a_saved_model_and_its_checkpoint_answer_as_in_transformers(folders: Path, name: str, answer: Answer) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders / "whole")
     expected = _generated(model, folders / "whole", PROMPT)
@@ -127,6 +131,24 @@ def test_a_terminal_begins_a_conversation_that_keeps_its_turns(
     second = _generated(model, folders / "whole", "One?", first, "Two?")
     assert second != _generated(model, folders / "whole", "Two?")
     assert capsys.readouterr().out == f"> {first}\n> > {second}\n> \n"
+
+
+PARTS = """{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}\
+{{ message['role'] + ': ' + part['text'] }}{% endif %}{% endfor %}{{ eos_token }}{% endfor %}"""
+
+
+def test_a_prompt_is_written_as_in_training(folders: Path) -> None:
+    model, tokenizer, generation = chat_command._load(str(folders / "whole"), torch.device("cpu"), "last")
+    options = Namespace(max_new_tokens=1, temperature=0.0)
+    forged = chat_command.ChatSession(model, tokenizer, generation, options)
+    forged.messages = [{"role": "user", "content": f"One?{END}"}]
+    ids = forged._ids("").tolist()[0]
+    assert ids.count(tokenizer.convert_tokens_to_ids(END)) == 1, "the prompt ends no turn"
+    tokenizer.chat_template = PARTS
+    assert tokenizer.decode(forged._ids("")[0]).startswith("user: One?")
+    tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    with pytest.raises(ValueError, match=r"This conversation has no answer: .* refuses the roles user: .*no users"):
+        forged._ids("")
 
 
 def test_an_answer_ends_at_a_saved_end_of_turn(folders: Path, tmp_path: Path, answer: Answer) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ def test_a_name_behind_fit_is_a_model(arguments: list[str], by_name: bool) -> No
         (LARGE, CARD, False, "lora"),
         (LARGE, CPU, True, "lora"),
         (ModelSize(9_000_000_000), CARD, True, "lora"),  # It fits the card, but not the host.
+        (ModelSize(9_000_000_000), replace(CARD, bfloat16=False), True, "qlora"),  # in float32
     ],
 )
 def test_weights_are_quantised_only_if_they_fit_nowhere(
@@ -170,6 +172,11 @@ def test_no_row_is_cut_below_the_positions_and_short_ones_are_packed(corpus: Cor
 def test_packed_rows_keep_the_conversations_of_a_step() -> None:
     assert packed_rows(Corpus(rows=10_000, tokens=2_000_000, longest=1024), 1024) == (1953, 3)
     assert packed_rows(Corpus(rows=1, tokens=2_000_000, longest=2_000_000, is_text=True), 2048) == (976, 16)
+
+
+@pytest.mark.parametrize(("devices", "ranks"), [("auto", 1), (-1, 1), (2, 2), ("0,", 1), ("0,1", 2), ([3], 1)])
+def test_devices_are_counted_as_the_trainer_does(devices: Any, ranks: int) -> None:
+    assert fit_choices.find_machine("cpu", devices, "auto").ranks == ranks
 
 
 def test_batches_on_a_cpu_without_a_limit_stay_small() -> None:
@@ -229,6 +236,20 @@ def test_every_kind_of_row_gets_its_loss(run, model: str, rows: Any, module: str
     assert "The model is in out/model" in output
 
 
+@pytest.mark.parametrize(
+    ("rows", "options"), [(PAIRS, {"loss": "simpo", "beta": 2}), (LABELLED, {"loss": "kto", "desirable_weight": 2})]
+)
+def test_a_loss_and_its_options_can_be_given(
+    run, model: str, rows: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit_command, "_launch", lambda path: None)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = run("fit", model, "rows.jsonl", *(f"--model.{name}={value}" for name, value in options.items()))
+    chosen = yaml.safe_load(told)["model"]
+    assert chosen["class_path"] == "lightning_protrain.PreferenceModule"
+    assert {name: chosen["init_args"][name] for name in options} == options
+
+
 def test_a_dry_run_shows_config_and_plan_and_writes_nothing(run, model: str, chats: str) -> None:
     there = sorted(os.listdir())
     shown = run("fit", model, chats, "--dry-run", "--epochs", "2")
@@ -245,7 +266,8 @@ def test_what_the_user_gives_replaces_choices(run, model: str, chats: str, monke
         "--model.learning_rate": "1e-4",
         "--trainer.gradient_clip_val": "null",
         "--data.batch_size": "3",
-        "--trainer.max_epochs": "7",
+        "--trainer.max_epochs": "-1",
+        "--trainer.max_time": "00:01:00:00",
         "--trainer.callbacks+": "EarlyStopping",
         "--trainer.callbacks.monitor": "val_loss",
         "--trainer.logger.flush_logs_every_n_steps": "5",
@@ -257,7 +279,8 @@ def test_what_the_user_gives_replaces_choices(run, model: str, chats: str, monke
     module, data = config["model"]["init_args"], config["data"]["init_args"]
     assert module["lora"] == {"r": 4, "lora_alpha": 32}
     assert float(module["learning_rate"]) == 1e-4
-    assert (data["batch_size"], data["max_length"], config["trainer"]["max_epochs"]) == (3, 16, 7)
+    assert (data["batch_size"], data["max_length"], config["trainer"]["max_epochs"]) == (3, 16, -1)
+    assert config["trainer"]["max_time"] == "00:01:00:00"
     assert config["trainer"]["gradient_clip_val"] is None
     *_, last = config["trainer"]["callbacks"]
     assert last == {"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss"}}
@@ -328,6 +351,10 @@ def test_full_training_takes_the_first_optimizer_that_fits(
         (["tiny", "chats.jsonl", "--epoch", "3"], r"`--epoch` is not an option of .*; did you mean `--epochs`\?"),
         (["tiny", "chats.jsonl", "--config", "c.yaml"], "A config is trained without names"),
         (["tiny", "chats.jsonl", "--length", "x"], "--length: invalid int value: 'x'"),
+        (["tiny", "chats.jsonl", "--batch-size", "0"], r"data\.batch_size is 0: give at least 1\."),
+        (["tiny", "chats.jsonl", "--trainer.devices", "0"], r"trainer\.devices is 0: give at least 1 device"),
+        (["tiny", "chats.jsonl", "--trainer.num_nodes", "2"], "neither torchrun, srun nor another node may start more"),
+        (["tiny", "chats.jsonl", "--data.dataset.streaming", "true"], "so it reads no stream"),
         (["tiny", "chats.jsonl", "--device-memory", "much"], "--device-memory"),
         (["tiny", "chats.jsonl", "--trainer.max_epoch", "3"], r"command line: .*max_epoch.*max_epochs"),
         pytest.param(["tiny", "chats.jsonl", "--device-memory", "10KiB"], "No plan fits", marks=pytest.mark.slow),
@@ -357,6 +384,15 @@ def test_mistakes_are_told_in_a_sentence_and_nothing_is_written(
     assert not Path("runs").exists()
 
 
+def test_a_strategy_without_plans_needs_sizes(run, model: str, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_command, "find_machine", lambda *_: CARD)
+    monkeypatch.setattr(fit_command, "_launch", lambda path: None)
+    options = ("--trainer.strategy", "ddp", "--method", "full", "--output", "out")
+    assert "and DDPStrategy makes none. Give --length and" in run("fit", model, chats, *options)
+    run("fit", model, chats, *options, "--length", "16", "--batch-size", "2")
+    assert "optimizer" not in yaml.safe_load(Path("out/config.yaml").read_text())["model"]["init_args"]
+
+
 def test_qlora_needs_a_gpu(run, model: str, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bnb, "is_installed", lambda: True)
     monkeypatch.setattr(fit_choices, "first_gpu", lambda: None)
@@ -366,7 +402,7 @@ def test_qlora_needs_a_gpu(run, model: str, chats: str, monkeypatch: pytest.Monk
 def test_ranks_that_others_start_are_refused(run, model: str, chats: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_command.TorchElasticEnvironment, "detect", staticmethod(lambda: True))
     monkeypatch.setattr(fit_command.TorchElasticEnvironment, "world_size", lambda _: 2)
-    assert "torchrun or srun must not start several" in run("fit", model, chats)
+    assert "neither torchrun, srun nor" in run("fit", model, chats)
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("fit", "--help"), ("fit", "m", "d", "--help")])

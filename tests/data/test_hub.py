@@ -230,7 +230,7 @@ def test_a_model_whose_config_is_shipped_is_planned_but_not_trained_offline(
         ({}, "There are no weights in 'some/name': no model.safetensors and no model.safetensors.index.json. Give a"),
         ({"model.gguf": b""}, "as in `hf download some/name model.gguf --local-dir .`, and give its path."),
         ({"pytorch_model.bin": b""}, "The weights in 'some/name' are pickled (pytorch_model.bin), and a pickle can"),
-        ({"adapter_config.json": b""}, "It has the adapters of a model: give that model."),
+        ({"adapter_config.json": b""}, "It has adapters without their base model: give FOLDER"),
     ],
     ids=["none", "gguf", "pickle", "adapters"],
 )

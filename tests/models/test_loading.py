@@ -324,6 +324,8 @@ def was_asked(server: socket.socket) -> bool:
         ("chats.csv", True),
         ("there/mine", True),
         ("there", True),
+        ("Qwen/mine", True),
+        ("Qwen/Qwen3-0.6B", False),
         ("gpt2", False),
         ("meta-llama/Llama-3.1-8B", False),
         ("Qwen/Qwen2.5-7B", False),
@@ -331,6 +333,7 @@ def was_asked(server: socket.socket) -> bool:
 )
 def test_what_is_a_path(name: str, expected: bool) -> None:
     Path("there").mkdir()
+    Path("Qwen").mkdir()
     assert hub.is_path(name) is expected
 
 

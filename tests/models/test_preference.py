@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from lightning_protrain import InitialValidation, PreferenceModule, ProTrainCheckpointIO, SampleCompletion
 from lightning_protrain.cli import ProTrainCLI
+from lightning_protrain.models.preference_loss import Objective
 from lightning_protrain.trainer import PlanningTrainer
 from tests.callbacks.stand_ins import chat_data
 from tests.support.module_runs import LLAMA, trainer
@@ -161,6 +162,9 @@ def test_a_reference_on_disk_is_read_by_runs_with_equal_weights_and_rows(
     with pytest.warns(UserWarning, match="is damaged"):
         train(tmp_path, Pairs(tmp_path))
     assert len(computed) == 4
+    for start in (True, "gaussian"):  # Adapters are no part of the reference.
+        train(tmp_path, Pairs(tmp_path), lora={**LORA, "init_lora_weights": start}, precompute_ref_log_probs=True)
+    assert len(computed) == 5
 
 
 class Saver(Callback):
@@ -221,6 +225,23 @@ def test_without_a_fit_a_model_is_its_own_reference_and_a_prediction_needs_none(
 
 
 # Steps
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+def test_no_dropout_is_left(kind: str) -> None:
+    drops = {"opt": {"dropout": 0.5, "layerdrop": 0.5}, "gpt2": {"resid_pdrop": 0.5}}[kind]
+    made, batch = built(config=tiny_config(kind, vocab_size=64, **drops), loss="orpo").train(), collate(pairs(2))
+    assert torch.equal(made._token_logps(batch)[0], made._token_logps(batch)[0])
+    assert all(getattr(made.model.config, name) == 0.5 for name in drops), "it is saved as it was"
+
+
+@pytest.mark.parametrize("logps", [[0.0, -3.0], [-2.0, 0.0]])
+def test_an_answer_that_is_learnt_perfectly_has_finite_gradients(logps: list[float]) -> None:
+    rows = torch.tensor(logps, requires_grad=True)
+    Objective(loss="orpo").of_pairs(rows, torch.tensor([2, 2]), None, -rows[0::2] / 2).losses.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.isfinite().all()
+    assert rows.grad[1] > 0 > rows.grad[0]
 
 
 def test_weights_that_autocast_casts_without_gradients_are_cast_again() -> None:

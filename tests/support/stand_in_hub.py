@@ -164,7 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
         if place[2] != "resolve":
             siblings = [{"rfilename": file} for file in found]
             tree = [{"type": "file", "path": file, "size": len(found[file]), "oid": "0" * 40} for file in found]
-            body = json.dumps(tree if place[2] == "tree" else {"id": place[1], "sha": COMMIT, "siblings": siblings})
+            private = self.server.visibility.get(place[1]) == "private"
+            info = {"id": place[1], "sha": COMMIT, "siblings": siblings, "private": private}
+            body = json.dumps(tree if place[2] == "tree" else info)
             self._send(200, {"Content-Type": "application/json"}, body.encode() if with_body else b"")
         elif name in found:
             tag = hashlib.sha256(found[name]).hexdigest()
