@@ -572,7 +572,7 @@ class Recorder:
     @contextmanager
     def watch_gradients(self) -> Iterator[None]:
         """Free gradients of parameters after their accumulation."""
-        handles = []
+        watched = []
         for fqn, parameter in self._named.items():
             stand_in = self._mode.stand_in(parameter)
             if not stand_in.requires_grad:
@@ -581,12 +581,15 @@ class Recorder:
             if stand_in is not parameter:
                 moved = functools.partial(self._accumulate_moved, fqn, stand_in)
                 with torch._C.DisableTorchFunction():  # else the hook is the stand-in's
-                    handles.append(parameter.register_post_accumulate_grad_hook(moved))
+                    hooks = parameter._post_accumulate_grad_hooks
+                    watched.append((parameter, hooks, parameter.register_post_accumulate_grad_hook(moved)))
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            with torch._C.DisableTorchFunction():
+                for parameter, hooks, handle in watched:
+                    handle.remove()
+                    parameter._post_accumulate_grad_hooks = hooks
 
     def _accumulate_moved(self, fqn: str, stand_in: Tensor, parameter: Tensor) -> None:
         """Handle a gradient of the parameter itself: `apply = Function.apply`, kept from before, has no stand-ins."""
