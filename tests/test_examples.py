@@ -70,6 +70,7 @@ def test_own_module(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"train_loss 1\.\d{4}", capsys.readouterr().out)  # of four quarters, so about log 4
 
 
+@pytest.mark.slow
 def test_lora_chat(tiny: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     _main("lora_chat.py")(**tiny, device_memory="1MiB", epochs=1)
     output = capsys.readouterr().out
@@ -88,6 +89,7 @@ def test_the_data_of_the_examples_are_conversations_whose_answers_are_trained(na
     assert not train.num_cut
 
 
+@pytest.mark.slow
 def test_full_finetune_and_again(tiny: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     for _ in range(2):

@@ -227,6 +227,7 @@ def test_a_torchvision_of_another_build_is_treated_as_absent(broken: dict[str, s
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken_package", ["torchvision", "torch"])
 def test_env_survives_what_does_not_load(broken_package: str, broken: dict[str, str], tmp_path: Path) -> None:
     if broken_package != "torchvision":
@@ -244,6 +245,7 @@ def test_env_survives_what_does_not_load(broken_package: str, broken: dict[str, 
     assert reasons[broken_package] in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["lightning_protrain", "lightning_protrain.cli"])
 def test_the_module_is_the_command(module: str) -> None:
     command = [sys.executable, "-m", module, "plan", "gpt2", "--help"]
@@ -341,12 +343,14 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 def test_a_plain_module_trains_without_the_packages_of_language_models() -> None:
     command = [sys.executable, "-c", BLOCK + TRAIN]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.stdout.endswith("trained\n"), result.stderr
 
 
+@pytest.mark.slow
 def test_importing_is_light_starts_no_device_and_needs_no_extra() -> None:
     program = (
         "import sys, torch\n"

@@ -20,6 +20,7 @@ BACKWARD = Case(Overlap.BACKWARD, host=0.25, link=0.1, num_blocks=24)
 CLIPPED = Case(Overlap.FORWARD, clipped=True, host=0.25, link=0.1, num_blocks=24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [BACKWARD, CLIPPED], ids=["behind backward", "behind forward, clipped"])
 def test_the_step_of_the_host_is_hidden(case: Case) -> None:
     row = measure(case)

@@ -108,6 +108,7 @@ def test_every_placement_resumes_what_any_other_has_saved(saver: str, tmp_path: 
     assert resume_everywhere(tmp_path, saver) == []
 
 
+@pytest.mark.slow
 def test_states_of_one_owner_only_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded_states, "_owned", lambda optimizer, owners: {})
     wrong = resume_everywhere(tmp_path, "trainer")

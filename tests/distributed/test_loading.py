@@ -205,6 +205,7 @@ def test_evaluation_loads_once_too(tmp_path: Path) -> None:
         assert outlined is (rank > 0)
 
 
+@pytest.mark.slow
 def test_ranks_may_have_values_or_not_but_for_the_first(tmp_path: Path) -> None:
     save("full", tmp_path / "model")
     found = []

@@ -115,6 +115,7 @@ def meshes(rank: int, name: str) -> list[Any]:
     return [largest_difference(ours, other, rank) for other in (theirs, ddp)]
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MESHES)
 def test_each_mesh_trains_as_fully_shard_and_ddp_do(name: str, tmp_path: Path) -> None:

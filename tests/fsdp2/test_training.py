@@ -121,6 +121,7 @@ def shard(rank: int) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_units_are_what_the_policy_says(tmp_path: Path) -> None:
     found, _ = values(run_ranks(shard, RANKS, tmp_path))
     assert found["blocks"] == {"", "network.blocks.0", "network.blocks.1", "network.blocks.2"}

@@ -50,6 +50,7 @@ def in_bfloat16(request: PlanRequest) -> PlanRequest:
     return replace(request, workload=replace(request.workload, layout=layout, profile=profile, state_bytes=4.0))
 
 
+@pytest.mark.slow
 def test_each_change_that_a_refusal_names_leads_to_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alternatives, "SMALL", 1)  # The weights of this model are small.
     said: list[str] = []

@@ -171,6 +171,7 @@ def test_plans_that_stream_nothing_are_not_missed(share: float) -> None:
     assert copies(problem, found.plan)[1] <= least + 1e-9
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_trying_all_plans_finds() -> None:
     hold((excess(*random_case(seed)) for seed in range(100)), 60)
 
@@ -211,6 +212,7 @@ def test_going_downhill_is_about_as_good_as_trying_all(monkeypatch: pytest.Monke
     assert evaluations < 40 * len(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", ["no descent", "no grid", "fewest buffers", "everything offloaded"])
 def test_planted_bugs_are_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def most(_: Any, low: int, high: int, *__: Any) -> int:

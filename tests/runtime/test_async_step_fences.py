@@ -248,6 +248,7 @@ def test_the_step_of_the_host_is_hidden(
     assert hidden <= 1.05 * bound + (1 - share) * fits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"norm": 0.05}], ids=["unclipped", "clipped"])
 def test_swapped_blocks_wait_for_no_step_but_their_own(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -184,6 +184,7 @@ def _asleep(rank: int, fault: str) -> Any:
     return _try(partial(communicator.end, communicator.begin(flat, 0), flat, 0))
 
 
+@pytest.mark.slow
 def test_averages_that_a_rank_never_joins(tmp_path: Path) -> None:
     for fault, reason in {
         "failed": "failed (training at step 4) with ValueError: boom",

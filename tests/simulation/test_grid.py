@@ -223,6 +223,7 @@ def test_a_resident_beginning_hides_the_first_uploads() -> None:
     assert predicted == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_has_settled_with_its_third_step() -> None:
     cases = [case_of(*row) for row in FAST]
     assert list(map(run, cases)) == pytest.approx([measure(case, num_steps=5) for case in cases], rel=1e-9)

@@ -69,6 +69,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "cuts"), [("16MiB", False), ("2200KiB", True)])
 def test_chosen_sizes_train_as_if_they_were_given(
     budget: str, cuts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
@@ -85,6 +86,7 @@ def test_chosen_sizes_train_as_if_they_were_given(
     assert_same(found, train(chats(tmp_path, **sizes), budget))
 
 
+@pytest.mark.slow
 def test_one_size_may_be_given(tmp_path: Path) -> None:
     data = chats(tmp_path, max_length=128, batch_size="auto")
     train(data, "64MiB")
@@ -95,6 +97,7 @@ def test_one_size_may_be_given(tmp_path: Path) -> None:
     assert (data.batch_size, data.max_length) == (3, data.longest_row())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "cuts"), [("64MiB", False), ("2200KiB", True)])
 def test_packed_rows_are_no_longer_than_the_longest_conversation(budget: str, cuts: bool, tmp_path: Path) -> None:
     data = chats(tmp_path, packing=True, **AUTO)
@@ -125,6 +128,7 @@ def test_a_text_shorter_than_all_that_fit_is_planned_and_refused(
     assert 'max_length="auto" is 64: not even the least is planned to fit' in caplog.text
 
 
+@pytest.mark.slow
 def test_each_fit_chooses_anew(tmp_path: Path) -> None:
     data, sizes = chats(tmp_path, **AUTO), []
     for budget in ("16MiB", "2200KiB", "16MiB"):
@@ -140,6 +144,7 @@ def test_conversations_are_cut_at_the_positions_of_the_model(tmp_path: Path) -> 
     assert data.max_length == POSITIONS
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_sizes(tmp_path: Path) -> None:
     saved = tmp_path / "begun.ckpt"
 
@@ -189,6 +194,7 @@ def test_ranks_train_with_the_same_sizes(tmp_path: Path) -> None:
     assert values(run_ranks(on_rank, 2, tmp_path / "given", 2, tmp_path, sizes)) == found
 
 
+@pytest.mark.slow
 def test_the_plan_of_another_gpu_chooses_sizes_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = PlanningTrainer(accelerator="cpu", strategy="protrain", **QUIET)
     data = chats(tmp_path, **AUTO)

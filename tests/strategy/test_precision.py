@@ -163,6 +163,7 @@ def test_evaluation_computes_in_that_precision(precision: str) -> None:
     assert outputs[0].dtype is DTYPES.get(precision, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_plan_is_searched_for_in_double_precision() -> None:
     """Weights, gradients and states of eight bytes are what the budget is held against."""
     bounds = []

@@ -523,6 +523,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, monkeyp
         trained(MODELS["reused"](), True, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in a rehearsal", "in training"])
 def test_a_run_that_ran_out_of_memory_lowers_the_budget_of_the_next(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -217,6 +217,7 @@ def _pass_on_rank(rank: int, folder: Path, first: str | None, second: str | None
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [(None, "8bit"), ("8bit", None)])
 def test_masters_pass_on_several_ranks(first: str | None, second: str | None, tmp_path: Path) -> None:
     (tmp_path / "meeting").mkdir()
