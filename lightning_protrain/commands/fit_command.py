@@ -373,9 +373,8 @@ def _set_data(choice: Choice) -> None:
             "or write a config."
         )
     first, tables = sources[0], sources[0].tables["train"]
-    row: Any = read_rows(tables, first.row_format, first.spec.label, on_malformed=first.spec.on_malformed, max_rows=1)[
-        0
-    ]
+    rows_read = read_rows(tables, first.row_format, first.spec.label, on_malformed=first.spec.on_malformed, max_rows=1)
+    row: Any = rows_read[0]
     if "sides" in row:
         choice.config["model"]["class_path"] = "lightning_protrain.PreferenceModule"
         loss, rows_have = ("kto", "labels") if "label" in row else ("dpo", "pairs")
