@@ -270,12 +270,19 @@ class Device(ABC):
     def free_bytes(self) -> int | None:
         """Return the free device memory in bytes, or None on the CPU."""
 
+    def exclude_others(self, own_bytes: int) -> None:
+        """Leave tensors that are on the device now out of all peaks, except `own_bytes` of them.
+
+        A notebook may keep another model on the device, which no plan accounts for.
+        """
+        return
+
     def peak_bytes(self) -> int | None:
-        """Return the peak of allocated bytes since `forget_peak`, or None on the CPU."""
+        """Return the run's peak of allocated bytes since `forget_peak`, or None on the CPU."""
         return None
 
     def allocator_stats(self) -> dict[str, int]:
-        """Return the peak of reserved bytes since `forget_peak` and the number of retries; empty on the CPU.
+        """Return the run's peak of reserved bytes since `forget_peak` and the number of retries; empty on the CPU.
 
         In a retry, the caching allocator waits for the device and returns cached memory to the driver.
         """
@@ -536,6 +543,7 @@ class CUDADevice(StreamDevice):
         self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
         self._log_once = log_once
         self._pageable = False
+        self._others_bytes = 0
         self._merge_free_memory()
 
     @property
@@ -586,12 +594,16 @@ class CUDADevice(StreamDevice):
     def new_host_memory(self) -> HostMemory:
         return HostMemory(lambda *block: self._register(*block) == 0, self._unlock)
 
+    def exclude_others(self, own_bytes: int) -> None:
+        self._others_bytes = max(torch.cuda.memory_allocated(self.torch_device) - own_bytes, 0)
+
     def peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        return torch.cuda.max_memory_allocated(self.torch_device) - self._others_bytes
 
     def allocator_stats(self) -> dict[str, int]:
         retries = torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0)
-        return {"reserved_peak_bytes": torch.cuda.max_memory_reserved(self.torch_device), "alloc_retries": retries}
+        reserved = torch.cuda.max_memory_reserved(self.torch_device) - self._others_bytes
+        return {"reserved_peak_bytes": reserved, "alloc_retries": retries}
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -581,7 +581,7 @@ class CausalLMModule(RestorableModule):
         ]
         return {
             "loss_sum": torch.stack([loss_sum for loss_sum, _ in rows]),
-            "num_tokens": torch.tensor([num_tokens for _, num_tokens in rows]),
+            "num_tokens": torch.tensor([num_tokens for _, num_tokens in rows], device=scores.device),
         }
 
     def configure_callbacks(self) -> list[Callback]:

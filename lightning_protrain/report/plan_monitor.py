@@ -32,6 +32,8 @@ from lightning_protrain.trainer_events import CopyableCallback
 PREFIX = "protrain/"
 # Number of steps whose median is compared with the prediction, and the relative deviation that is tolerated.
 NUM_STEPS, TOLERANCE_OF_STEPS = 20, 0.15
+# Bytes that nobody is warned of: PyTorch's allocator rounds each tensor up to 512 bytes, which a plan does not count.
+NEGLIGIBLE = 2**20
 # Predictions below this number of seconds are not compared: Python takes most of such a step, and is not predicted.
 LEAST_SECONDS = 0.02
 # Name that a strategy gives to the recorded span of the optimizer step.
@@ -322,7 +324,7 @@ class StepComparison:
 
     def warn_of_memory(self, prediction: Prediction, measured: int) -> None:
         """Warn if the peak memory `measured`, in bytes, exceeds the prediction."""
-        if "more memory" in self._said or measured <= prediction.device_bytes * (1 + TOLERANCE):
+        if "more memory" in self._said or measured <= prediction.device_bytes * (1 + TOLERANCE) + NEGLIGIBLE:
             return
         self._said.add("more memory")
         warnings.warn(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -236,7 +237,7 @@ class ProTrainStrategy(ParallelStrategy):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Peak of allocated device memory since the latest `setup`, bytes; None if the device does not count it."""
+        """Peak of the device memory of this run since `setup`, bytes; None if the device does not count it."""
         return self._device.peak_bytes() if self._device is not None else None
 
     @property
@@ -513,6 +514,8 @@ class ProTrainStrategy(ParallelStrategy):
             self._device = self.open_device()
             self._counters = self._device.counters
         assert self._device is not None
+        tensors = chain(model.parameters(), model.buffers())
+        self._device.exclude_others(sum(each.nbytes for each in tensors if each.device == self.root_device))
         self._device.forget_peak()  # The peak of profiling is not that of the plan.
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)

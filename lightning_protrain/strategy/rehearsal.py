@@ -332,7 +332,8 @@ def _compared(measured: Rehearsed, now: Prediction, told: Prediction) -> str:
     took = f"a step takes {short_seconds(now.step_seconds)}, {short_seconds(told.step_seconds)} were expected"
     if measured.peak_bytes is None:
         return took
-    held, expected = format_bytes(measured.peak_bytes), format_bytes(told.device_bytes)
+    # Ranks sum no gradients in a rehearsal, so no buckets are held.
+    held, expected = format_bytes(measured.peak_bytes), format_bytes(told.among_ranks(0).device_bytes)
     factors = [f"{prediction.alpha:.2f}" for prediction in (now, told) if prediction.alpha is not None]
     factor = f" (fragmentation factor {' in place of '.join(factors)})" if factors else ""
     return f"{took}; the device holds {held}, {expected} were expected{factor}"

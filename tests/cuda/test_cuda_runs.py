@@ -25,14 +25,13 @@ from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.runtime.swapped import SLAB
+from tests.support.gpus import CUDA, DEVICE, STAND_IN, needs_real_gpu
 from tests.support.machines import CPU
 from tests.support.models import LanguageModel, Mlp, ParityModule, ValidationModule, fit, token_batches, zoo
 from tests.support.parity import CLIPPING, snapshot
 from tests.support.plans import PlanMaker, kept, place, plans, selective
 
-# Without a GPU the runs are made on the CPU, so that they are ready when there is one.
-pytestmark = pytest.mark.cuda if torch.cuda.is_available() else pytest.mark.slow
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = CUDA
 # What two kernels of one sum in another order differ by: in float32, and where bfloat16 is computed in.
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 ROUGH = {"rtol": 2e-2, "atol": 2e-2}
@@ -232,9 +231,12 @@ def allocated() -> int:
 def test_what_a_search_predicts_holds(
     budget: int, precision: Any, looks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if STAND_IN and budget == 40 * MIB and precision == "32-true":
+        pytest.skip("its attention has no kernel, and holds the whole matrix")
     expected, found = AttentionModule(looks=looks), AttentionModule(looks=looks)
     train(expected, precision=precision)
-    before, retries = allocated(), torch.cuda.memory_stats().get("num_alloc_retries")
+    allocated()  # The workspaces are no part of what is measured.
+    retries = torch.cuda.memory_stats().get("num_alloc_retries")
     strategy = ProTrainStrategy(device_memory=budget, hardware=GPU, rehearse=False)
     caplog.set_level("INFO")
     train(found, strategy, precision=precision)
@@ -248,12 +250,13 @@ def test_what_a_search_predicts_holds(
     peak, stats = device.peak_bytes(), strategy.allocator_stats
     if peak is None:
         pytest.skip("nobody counts the memory of this device")
-    assert peak - before <= plan.prediction.device_bytes
-    reserved = stats["reserved_peak_bytes"] - before
+    assert peak <= plan.prediction.device_bytes
+    reserved = stats["reserved_peak_bytes"]
     assert reserved <= 1.1 * plan.prediction.device_bytes + 20 * MIB  # Segments are of 2 or of 20 MiB.
     assert stats["alloc_retries"] == retries
 
 
+@pytest.mark.skipif(STAND_IN, reason="its attention has no kernel")
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_a_trace_records_what_the_kernels_of_the_device_save(precision: torch.dtype | None) -> None:
     """Attention has a kernel that a trace has to know, and each kernel saves other activations."""
@@ -360,10 +363,9 @@ class Probe(L.Callback):
         self.share = self._probe.stop()
 
 
+@needs_real_gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_transfers_are_hidden_behind_long_computation(precision: Any) -> None:
-    if DEVICE != "cuda":
-        pytest.skip("a trace of transfers needs a CUDA device")
     module, probe = AttentionModule(hidden=1024, tokens=(32, 512)), Probe()
     strategy = ProTrainStrategy(num_persistent_chunks=0, num_chunk_buffers=4, hardware=GPU)
     train(module, strategy, precision=precision, callbacks=[probe])

@@ -13,13 +13,11 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.support.gpus import CUDA, DEVICE, needs_gpu
 from tests.support.models import OPTIMIZERS, ParityModule, ValidationModule, fit, zoo
 from tests.support.plans import plans
 
-# Without a GPU the runs are made on the CPU, so that they are ready when there is one.
-pytestmark = pytest.mark.cuda if torch.cuda.is_available() else pytest.mark.slow
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="looks at the memory or the streams of a GPU")
+pytestmark = CUDA
 
 # What two kernels of one sum in another order differ by, over seven optimizer steps.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_protrain.cli import file_command
+from tests.support.gpus import DEVICE
 from tests.whole_runs import support
 from tests.whole_runs.support import COMMAND, REFUSED, Run
 
@@ -55,8 +56,8 @@ def test_a_run_that_hangs_leaves_no_process() -> None:
 
 
 def run(*words: str) -> support.Ended:
-    """Run a command: the installed one with what it imports at hand, torchrun as it is."""
-    return support.run_forked(*words) if words[0] == COMMAND else support.run(*words)
+    """Run a command: the installed one with what it imports at hand, torchrun and commands for a GPU as they are."""
+    return support.run_forked(*words) if words[0] == COMMAND and DEVICE == "cpu" else support.run(*words)
 
 
 def succeeds(*words: str) -> str:
@@ -126,7 +127,9 @@ def check_model(one: Run) -> None:
     said = torch.load("logits.pt")
     if "lora" not in one.tuning:
         assert file_command(["export", str(checkpoint()), "exported"]) == 0
-        assert_close(says(one, AutoModelForCausalLM.from_pretrained("exported", dtype="auto")), said, one.rounding)
+        assert_close(
+            says(one, AutoModelForCausalLM.from_pretrained("exported", dtype="auto")), said, one.rounding_elsewhere
+        )
         return
     assert file_command(["merge", str(checkpoint()), "merged", "--adapter=adapter"]) == 0
     settings = support.read(one.config)["model"]["init_args"]
@@ -135,7 +138,7 @@ def check_model(one: Run) -> None:
     if one.tuning == "lora-4bit":
         quantised = BitsAndBytesConfig(**settings["quantization"])
         adapted = says(one, with_adapter(one, **options, quantization_config=quantised))
-    assert_close(adapted, said, one.rounding)
+    assert_close(adapted, said, one.rounding_elsewhere)
     # The sum of weights and adapters is rounded to bfloat16.
     assert_close(says(one, AutoModelForCausalLM.from_pretrained("merged", dtype="auto")), whole, 0.03)
 
@@ -147,8 +150,9 @@ def with_adapter(one: Run, **options: Any) -> PeftModel:
 
 
 def says(one: Run, model: Any) -> Tensor:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled="mixed" in one.precision):
-        return model.eval()(input_ids=support.TOKENS).logits
+    """Return the logits of a model, which bitsandbytes may have loaded on a GPU."""
+    with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled="mixed" in one.precision):
+        return model.eval()(input_ids=support.TOKENS.to(model.device)).logits.cpu()
 
 
 def assert_close(found: Tensor, expected: Tensor, rounding: float) -> None:
