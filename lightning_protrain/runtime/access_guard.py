@@ -12,7 +12,7 @@ several guards watch a parameter, its class notifies all of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,10 @@ NO_VALUES = GRADIENTS.union(
 )
 
 
+# Calls a function with its arguments, see [Note: Direct reads] in direct_use.py.
+Reader = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
 class AccessGuard:
     """A watch over parameters, see [Note: Guard].
 
@@ -59,6 +63,15 @@ class AccessGuard:
         self.finish = finish
         self.free = DESCRIPTIONS | free
         self._register: _Register = beside._register if beside is not None else _Register()
+
+    @property
+    def reader(self) -> Reader | None:
+        """Calls functions of PyTorch on watched parameters in place of their caller; None: nobody does."""
+        return self._register.reader
+
+    @reader.setter
+    def reader(self, reader: Reader | None) -> None:
+        self._register.reader = reader
 
     def watches(self, parameter: Tensor) -> bool:
         """Return whether this guard watches `parameter`."""
@@ -99,6 +112,7 @@ class _Register:
 
     def __init__(self) -> None:
         self.watched: dict[int, _Watched] = {}
+        self.reader: Reader | None = None
         self._classes: dict[type, type] = {}
 
     def add(self, parameter: Tensor, guard: AccessGuard) -> None:
@@ -137,6 +151,8 @@ class _Register:
                 if func not in DESCRIPTIONS:
                     register.touch(func, (args, kwargs))
                 with below_guard():
+                    if register.reader is not None:
+                        return register.reader(func, args, kwargs or {})
                     return func(*args, **(kwargs or {}))
 
             def deepcopy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -19,6 +19,7 @@ from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.block import Block, has_forward, make_blocks
 from lightning_protrain.runtime.chunk import make_chunks, place_resident
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
+from lightning_protrain.runtime.direct_use import DirectReads
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.hooks import (
     Interception,
@@ -130,7 +131,12 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
             share.memory.lock()  # All chunks share one memory.
     if chunks:
         chunks[0].params[0].hooks.append(refuse_additions(model))
-    return Runtime(plan, executor, interceptions, watch, options.manual)
+    outside = {fqn for unit in layout.units if not unit.is_block for fqn in unit.parameters}
+    # With manual optimization a step also writes weights and steps optimizers, which are on the host.
+    is_host = device.torch_device.type == "cpu" or options.manual
+    params = [param for chunk in chunks for param in chunk.params if param.fqn in outside and not is_host]
+    direct = DirectReads(params, device.torch_device, async_step.guard, options.log_once)
+    return Runtime(plan, executor, interceptions, watch, direct, options.manual)
 
 
 class Runtime:
@@ -147,6 +153,7 @@ class Runtime:
         executor: Executor,
         interceptions: Interceptions,
         watch: ViewWatch,
+        direct: DirectReads,
         manual: bool,
     ) -> None:
         self.plan = plan
@@ -157,6 +164,7 @@ class Runtime:
         self._executor = executor
         self._interceptions = interceptions
         self._watch = watch
+        self._direct = direct
 
     @property
     def counters(self) -> TransferCounters:
@@ -191,7 +199,7 @@ class Runtime:
         if not training:
             self.async_step.finish_all()
         root = None if training and self._manual else executor.root
-        with executor.scope(training):
+        with executor.scope(training), self._direct.allowed(training):
             outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
         if training:
             self._watch.check()
@@ -230,7 +238,7 @@ class Runtime:
         if averages:
             self._executor.grads.begin_averages()
         try:
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), self._direct.allowed(True):
                 yield
         except RuntimeError as error:
             if (explained := explain_missing_weight(error)) is error:

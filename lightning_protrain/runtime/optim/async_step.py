@@ -135,6 +135,7 @@ class AsyncStep:
 
     Attributes:
         partially_stepped: Reason why the weights belong to no step, see [Note: Partial steps]; None: all are whole.
+        guard: Watches weights whose step is pending.
         shadows: Cache of shadow copies, some of which steps renew.
         publishing: Announces steps on the main thread to other ranks.
     """
@@ -150,8 +151,8 @@ class AsyncStep:
         self.gradient_buffers = gradient_buffers
         self._chunks = tuple(chunks)
         self._device = device
-        self._guard = AccessGuard(self._touched)
-        self.shadows = ShadowCache(chunks, self._guard)
+        self.guard = AccessGuard(self._touched)
+        self.shadows = ShadowCache(chunks, self.guard)
         self._host_step = HostStep(device.worker.threads, fuse=device.torch_device.type != "cpu")
         self._pending: dict[int, ChunkStep] = {}
         self._aliased: set[int] = set()
@@ -163,7 +164,7 @@ class AsyncStep:
         self._several_backwards = False
         self._sharing = communicator if any(chunk.share is not None for chunk in chunks) else None
         self._step_sync = step_sync_of(chunks, self._sharing) if self._sharing is not None else None
-        self.publishing = StepPublisher(chunks, self._step_sync, self.shadows, self._guard, self._pending)
+        self.publishing = StepPublisher(chunks, self._step_sync, self.shadows, self.guard, self._pending)
         trained = [index for index, chunk in enumerate(chunks) if chunk.plan.trainable]
         self._steppable = {i for i in trained if all(can_be_watched(param.host) for param in chunks[i].params)}
         self._steps_rest = len(self._steppable) < len(trained)
@@ -361,7 +362,7 @@ class AsyncStep:
             error = update.job.exception() if update is not None else None
         if update is None or self._pending.pop(index, None) is None:
             return  # No step was pending, or another thread has waited for it too.
-        self._guard.unwatch(param.host for param in update.params)
+        self.guard.unwatch(param.host for param in update.params)
         self._chunks[index].note_step()
         if error is not None:
             self._note_failure(error, update)
@@ -415,12 +416,12 @@ class AsyncStep:
                 if self._step_sync is not None:
                     self._step_sync.give_up()
             for index in armed.left:
-                self._guard.unwatch(param.host for param in self._chunks[index].params)
+                self.guard.unwatch(param.host for param in self._chunks[index].params)
         self.publishing.end()
         while self._pending:
             _, update = self._pending.popitem()
             error = update.job.exception()
-            self._guard.unwatch(param.host for param in update.params)
+            self.guard.unwatch(param.host for param in update.params)
             if error is not None:
                 self._note_failure(error, update)
         if self._step_sync is not None and self._step_sync.failure is not None:
@@ -458,7 +459,7 @@ class AsyncStep:
         if self._step_sync is not None:
             self._step_sync.close()
         # Each guard refers to its owner. Without this, the memory of the runtime would wait for Python's collector.
-        for part in (self.publishing, self.shadows, self._guard):
+        for part in (self.publishing, self.shadows, self.guard):
             part.close()
 
     def refuse_partially_stepped(self) -> None:
@@ -504,7 +505,7 @@ class AsyncStep:
         for param in params:
             if not param.owned and param.host.requires_grad:
                 param.step_elsewhere()
-        self._guard.watch(param.host for param in params)
+        self.guard.watch(param.host for param in params)
         self.shadows.watch(params)
 
     def _submit(self, index: int, armed: PendingStep, wait: Callable[[], None] | None) -> None:

@@ -1,0 +1,124 @@
+"""On a GPU, a step reads streamed weights without calling their modules; on the CPU the host parameters answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.support.gpus import CUDA, DEVICE
+from tests.support.models import HIDDEN, VOCABULARY, Mlp, ParityModule, ValidationModule, fit
+
+pytestmark = CUDA
+
+
+class Reading(nn.Module):
+    """Embeds tokens and, beside that, reads the weights of two modules that it does not call for it."""
+
+    def __init__(self, read: Callable[[Reading, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(3))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+        self.read = read
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.read(self, hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def resized(model: Reading, hidden: Tensor) -> Tensor:
+    table = F.interpolate(model.positions.weight.t()[None], size=hidden.shape[1], mode="linear")[0]
+    return table.t()
+
+
+READS: dict[str, Callable[[Reading, Tensor], Tensor]] = {
+    "one row": lambda model, hidden: model.positions.weight[3],
+    "rows by a tensor": lambda model, hidden: model.positions.weight[torch.arange(hidden.shape[1]).to(hidden.device)],
+    "as a table": resized,
+    "with other tensors": lambda model, hidden: F.linear(hidden, model.positions.weight[:HIDDEN]),
+    "in a list": lambda model, hidden: torch.stack([hidden[0, 0], model.positions.weight[1]]).mean(0),
+    "in another type": lambda model, hidden: model.positions.weight.to(torch.float64).mean().to(hidden.dtype),
+    "its place": lambda model, hidden: (
+        torch.ones(HIDDEN).to(model.positions.weight.device)
+        * model.positions(torch.zeros(1, dtype=torch.int64).to(next(model.parameters()).device))
+    ),
+    "of its block": lambda model, hidden: hidden * model.blocks[0](hidden).mean(),
+    "a penalty": lambda model, hidden: sum(weight.square().mean() for weight in model.positions.parameters()),
+}
+
+
+def trained(read: Callable[[Reading, Tensor], Tensor], **options: Any) -> ParityModule:
+    torch.manual_seed(0)
+    module = ValidationModule(Reading(read), optimizer="sgd")
+    fit(module, **{"accelerator": DEVICE, "devices": 1, "limit_train_batches": 4, "limit_val_batches": 1, **options})
+    return module
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", READS)
+def test_training_is_plain_training(name: str, precision: Any) -> None:
+    expected = trained(READS[name], precision=precision)
+    found = trained(READS[name], precision=precision, strategy=ProTrainStrategy(plan="offload"))
+    close = {"rtol": 1e-4, "atol": 1e-5} if precision == "32-true" else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(found.losses, expected.losses, **close)
+    for (key, value), other in zip(expected.state_dict().items(), found.state_dict().values(), strict=True):
+        torch.testing.assert_close(other, value, **close, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_weight_is_itself_again_after_the_step() -> None:
+    found = trained(READS["one row"], strategy=ProTrainStrategy(plan="offload"))
+    weight = found.network.positions.weight
+    assert type(weight) is nn.Parameter
+    assert weight.device.type == "cpu"
+
+
+def test_writes_and_copies_go_to_the_host() -> None:
+    def write(model: Reading, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.positions.weight[0] = 5.0
+            model.positions.weight[1].fill_(6.0)
+            model.positions.weight.data[2] = 7.0
+        places.append(model.positions.weight.detach().device.type)
+        return hidden * 0
+
+    places: list[str] = []
+    plain = trained(write)
+    places.clear()
+    found = trained(write, strategy=ProTrainStrategy(plan="offload"))
+    assert set(places) == {"cpu"}
+    assert found.network.positions.weight[:3, 0].tolist() == [5.0, 6.0, 7.0]
+    torch.testing.assert_close(found.network.positions.weight, plain.network.positions.weight.cpu())
+
+
+class CheckpointsItself(nn.Module):
+    """A block that recomputes a part of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.second(checkpoint(lambda given: self.first(given).relu(), hidden, use_reentrant=False))
+
+
+@pytest.mark.parametrize("plan", ["offload", "auto"])
+def test_a_block_that_recomputes_a_part_of_itself(plan: Any) -> None:
+    modules = []
+    for strategy in ("auto", ProTrainStrategy(plan=plan, device_memory="1MiB")):
+        torch.manual_seed(0)
+        blocks = [CheckpointsItself() for _ in range(4)]
+        network = nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), nn.Sequential(*blocks), nn.Linear(HIDDEN, VOCABULARY))
+        modules.append(ParityModule(network, optimizer="sgd"))
+        fit(modules[-1], accelerator=DEVICE, devices=1, strategy=strategy, limit_train_batches=4)
+    torch.testing.assert_close(modules[1].losses, modules[0].losses, rtol=1e-4, atol=1e-5)
