@@ -19,7 +19,6 @@ from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.runtime.block import Block, has_forward, make_blocks
 from lightning_protrain.runtime.chunk import make_chunks, place_resident
 from lightning_protrain.runtime.comm.collectives import Collectives, RankMesh
-from lightning_protrain.runtime.direct_use import DirectReads
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.hooks import (
     Interception,
@@ -114,6 +113,10 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     async_step = AsyncStep(chunks, device, communicator, buffers)
     context = StepContext(blocks, chunks, device, options.log_once)
     executor = Executor(context, plan, async_step, _make_swap(context, model, options), communicator)
+    # With manual optimization a step also writes weights and steps optimizers, which are on the host.
+    if device.torch_device.type != "cpu" and not options.manual:
+        outside = {fqn for unit in layout.units if not unit.is_block for fqn in unit.parameters}
+        executor.direct.add(param for chunk in chunks for param in chunk.params if param.fqn in outside)
     hook_gradients(executor)
     if device.host.locks and communicator is None:
         executor.grads.reserve(layout.lends_copies)
@@ -131,12 +134,7 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
             share.memory.lock()  # All chunks share one memory.
     if chunks:
         chunks[0].params[0].hooks.append(refuse_additions(model))
-    outside = {fqn for unit in layout.units if not unit.is_block for fqn in unit.parameters}
-    # With manual optimization a step also writes weights and steps optimizers, which are on the host.
-    is_host = device.torch_device.type == "cpu" or options.manual
-    params = [param for chunk in chunks for param in chunk.params if param.fqn in outside and not is_host]
-    direct = DirectReads(params, device.torch_device, async_step.guard, options.log_once)
-    return Runtime(plan, executor, interceptions, watch, direct, options.manual)
+    return Runtime(plan, executor, interceptions, watch, options.manual)
 
 
 class Runtime:
@@ -153,7 +151,6 @@ class Runtime:
         executor: Executor,
         interceptions: Interceptions,
         watch: ViewWatch,
-        direct: DirectReads,
         manual: bool,
     ) -> None:
         self.plan = plan
@@ -164,7 +161,6 @@ class Runtime:
         self._executor = executor
         self._interceptions = interceptions
         self._watch = watch
-        self._direct = direct
 
     @property
     def counters(self) -> TransferCounters:
@@ -199,7 +195,7 @@ class Runtime:
         if not training:
             self.async_step.finish_all()
         root = None if training and self._manual else executor.root
-        with executor.scope(training), self._direct.allowed(training):
+        with executor.scope(training), executor.direct.allowed(training):
             outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
         if training:
             self._watch.check()
@@ -238,7 +234,7 @@ class Runtime:
         if averages:
             self._executor.grads.begin_averages()
         try:
-            with torch.autograd.set_multithreading_enabled(False), self._direct.allowed(True):
+            with torch.autograd.set_multithreading_enabled(False):
                 yield
         except RuntimeError as error:
             if (explained := explain_missing_weight(error)) is error:
@@ -300,6 +296,7 @@ class Runtime:
         """
         with ExitStack() as parts:  # Callbacks run from the last to the first, even if some raise.
             parts.callback(self._forget_chunks)
+            parts.callback(self._executor.direct.close)
             if self._executor.swap is not None:
                 parts.callback(self._executor.swap.close)
             for chunk in self._chunks:

@@ -38,28 +38,29 @@ class DirectReads:
     """Lets a step read weights outside blocks where it computes, see [Note: Direct reads].
 
     Args:
-        params: Offloaded parameters outside blocks.
         device: Device that computes.
         guard: A guard that may watch some of the parameters.
         log_once: Shows a sentence to the user.
     """
 
-    def __init__(
-        self,
-        params: Iterable[OffloadedParam],
-        device: torch.device,
-        guard: AccessGuard,
-        log_once: Callable[[str], None],
-    ) -> None:
-        self._params = {id(param.host): param for param in params if can_be_watched(param.host)}
+    def __init__(self, device: torch.device, guard: AccessGuard, log_once: Callable[[str], None]) -> None:
+        self._params: dict[int, OffloadedParam] = {}
         self._device = device
         self._guard = AccessGuard(lambda _: None, beside=guard)
         self._log_once = log_once
         self._training = False
 
+    def add(self, params: Iterable[OffloadedParam]) -> None:
+        """Let steps read these parameters, which no block has."""
+        self._params |= {id(param.host): param for param in params if can_be_watched(param.host)}
+
+    def close(self) -> None:
+        """Forget the parameters."""
+        self._params.clear()
+
     @contextmanager
     def allowed(self, training: bool) -> Generator[None]:
-        """Answer reads on the device in this context."""
+        """Answer reads on the device in this context: a step, or the recomputation of a block."""
         if not self._params or self._guard.reader is not None:
             yield
             return

@@ -14,6 +14,7 @@ import torch
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.comm.collectives import Collectives
+from lightning_protrain.runtime.direct_use import DirectReads
 from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.param import OffloadedParam
@@ -38,6 +39,7 @@ class Executor:
         root: Block of the offloaded parameters that the root module itself holds; None: it holds none.
         grads: Downloads gradients to the host.
         async_step: Steps offloaded chunks.
+        direct: Lets steps read weights without calling their module; none unless added.
         swap: Swaps activations of blocks; None: no block swaps.
     """
 
@@ -53,6 +55,7 @@ class Executor:
         self.root = next((block for block in context.blocks if block.name == "" and block.chunks), None)
         self.swap = swap
         self.async_step = async_step
+        self.direct = DirectReads(context.device.torch_device, async_step.guard, context.log_once)
         self._residency = Residency(context, Capacity.of(plan), async_step)
         self.grads = GradOffload(context, self._residency, async_step, communicator)
         self._registered: Block | None = None  # Its device parameters stay registered during its backward.

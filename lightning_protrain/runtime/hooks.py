@@ -101,8 +101,9 @@ class Interception(ForwardReplacement):
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         self._executor.enter(self.block)
+        reads = self._executor.direct.allowed(training=True) if in_backward() else nullcontext()
         try:
-            with self._looking_for_checkpoints():
+            with self._looking_for_checkpoints(), reads:
                 outputs = self._forward(*args, **kwargs)
             refuse_weights(outputs, self.block)
             return outputs

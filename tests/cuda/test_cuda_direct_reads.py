@@ -101,6 +101,29 @@ def test_writes_and_copies_go_to_the_host() -> None:
     torch.testing.assert_close(found.network.positions.weight, plain.network.positions.weight.cpu())
 
 
+class Peeking(Mlp):
+    """A block that reads a weight of the model around it."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.tables = [table]  # Not a child.
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden + self.tables[0].weight[2])
+
+
+@pytest.mark.parametrize("plan", ["offload", "resident"])
+def test_a_recomputation_reads_as_the_forward_did(plan: str) -> None:
+    modules = []
+    for strategy in ("auto", ProTrainStrategy(plan=plan)):
+        torch.manual_seed(0)
+        model = Reading(lambda model, hidden: hidden * 0)
+        model.blocks = nn.ModuleList(Peeking(model.positions) for _ in range(3))
+        modules.append(ParityModule(model, optimizer="sgd"))
+        fit(modules[-1], accelerator=DEVICE, devices=1, strategy=strategy, limit_train_batches=4)
+    torch.testing.assert_close(modules[1].losses, modules[0].losses, rtol=1e-4, atol=1e-5)
+
+
 class CheckpointsItself(nn.Module):
     """A block that recomputes a part of its forward."""
 

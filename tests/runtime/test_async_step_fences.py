@@ -64,7 +64,7 @@ def upload_at_once(self: StreamDevice, source: Tensor, target: Tensor, after: An
 def trust_the_worker(self: AsyncStep, index: int) -> None:
     update = self._pending.pop(index, None)
     if update is not None:
-        self._guard.unwatch(param.host for param in update.params)
+        self.guard.unwatch(param.host for param in update.params)
 
 
 def forget_the_norms(self: AsyncStep) -> None:
