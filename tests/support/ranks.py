@@ -117,7 +117,7 @@ def trainer_on_rank(
 
 def quiet_trainer(**options: Any) -> Trainer:
     """A Trainer on the CPU that shows and saves nothing, unless it is told to."""
-    return Trainer(accelerator="cpu", **{**QUIET, **options})
+    return Trainer(**{"accelerator": "cpu", **QUIET, **options})
 
 
 class _Environment(LightningEnvironment):
