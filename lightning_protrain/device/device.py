@@ -174,6 +174,7 @@ class Device(ABC):
         aside: Context in which a second stream is current, for work that does not delay the compute stream.
         recording: Recording of the streams' work; None if nothing is recorded.
         kept: Host memory that forked processes do not inherit; None if there is none.
+        others_bytes: Bytes on the device that belong to no run, such as another model of a notebook; in no peak.
     """
 
     torch_device: torch.device
@@ -184,6 +185,7 @@ class Device(ABC):
     aside: AbstractContextManager[object] = field(default_factory=nullcontext)
     recording: Recording | None = None
     kept: KeptFromForks | None = None
+    others_bytes: int = 0
 
     @property
     def numa_node(self) -> int | None:
@@ -271,10 +273,7 @@ class Device(ABC):
         """Return the free device memory in bytes, or None on the CPU."""
 
     def exclude_others(self, own_bytes: int) -> None:
-        """Leave tensors that are on the device now out of all peaks, except `own_bytes` of them.
-
-        A notebook may keep another model on the device, which no plan accounts for.
-        """
+        """Set `others_bytes` to what is on the device now, except `own_bytes`."""
         return
 
     def peak_bytes(self) -> int | None:
@@ -543,7 +542,6 @@ class CUDADevice(StreamDevice):
         self.aside = torch.cuda.stream(torch.cuda.Stream(torch_device))
         self._log_once = log_once
         self._pageable = False
-        self._others_bytes = 0
         self._merge_free_memory()
 
     @property
@@ -595,14 +593,14 @@ class CUDADevice(StreamDevice):
         return HostMemory(lambda *block: self._register(*block) == 0, self._unlock)
 
     def exclude_others(self, own_bytes: int) -> None:
-        self._others_bytes = max(torch.cuda.memory_allocated(self.torch_device) - own_bytes, 0)
+        self.others_bytes = max(torch.cuda.memory_allocated(self.torch_device) - own_bytes, 0)
 
     def peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.torch_device) - self._others_bytes
+        return torch.cuda.max_memory_allocated(self.torch_device) - self.others_bytes
 
     def allocator_stats(self) -> dict[str, int]:
         retries = torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0)
-        reserved = torch.cuda.max_memory_reserved(self.torch_device) - self._others_bytes
+        reserved = torch.cuda.max_memory_reserved(self.torch_device) - self.others_bytes
         return {"reserved_peak_bytes": reserved, "alloc_retries": retries}
 
     def forget_peak(self) -> None:

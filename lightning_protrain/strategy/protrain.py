@@ -403,6 +403,8 @@ class ProTrainStrategy(ParallelStrategy):
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = self.open_device()
+        tensors = chain(model.parameters(), model.buffers())
+        self._device.exclude_others(sum(each.nbytes for each in tensors if each.device == self.root_device))
         self._counters = self._device.counters
         shardings = self._dp.own_shardings(trainer, self.num_processes, self._layer_sync)
         self._dp.end_outlines(model, self.root_device, shardings[0])
@@ -508,14 +510,14 @@ class ProTrainStrategy(ParallelStrategy):
         spare_host_bytes: int,
     ) -> tuple[Runtime, Device, Callable[[], AbstractContextManager[None]]]:
         """Apply a plan instead of the present one, if there is one."""
+        assert self._device is not None
         if self._runtime is not None:
             self._remove()
             model.cpu()
+            others_bytes = self._device.others_bytes
             self._device = self.open_device()
+            self._device.others_bytes = others_bytes
             self._counters = self._device.counters
-        assert self._device is not None
-        tensors = chain(model.parameters(), model.buffers())
-        self._device.exclude_others(sum(each.nbytes for each in tensors if each.device == self.root_device))
         self._device.forget_peak()  # The peak of profiling is not that of the plan.
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)

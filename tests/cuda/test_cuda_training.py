@@ -192,6 +192,22 @@ def test_the_peak_stays_inside_the_plan(plan: str) -> None:
 
 
 @needs_gpu
+def test_what_else_is_on_the_device_is_in_no_peak() -> None:
+    """A notebook may keep another model there; the peak and what a rehearsal learns from it are the run's own."""
+    peaks, factors, others = [], [], []
+    for nbytes in (0, 256 << 20):
+        others.append(torch.empty(nbytes, dtype=torch.uint8, device=DEVICE))
+        strategy = ProTrainStrategy(device_memory="24MiB", rehearse=True)
+        train(WideModule(), strategy=strategy)
+        assert isinstance(strategy.plan, Plan)
+        assert strategy.plan.prediction is not None
+        peaks.append(strategy.measured_peak_bytes)
+        factors.append(strategy.plan.prediction.alpha)
+    assert 0 < peaks[1] <= peaks[0] * 1.2
+    assert factors[1] == pytest.approx(factors[0], abs=0.2)
+
+
+@needs_gpu
 def test_gradients_do_not_pile_up_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies down that are slower than backward must hold it back, or every gradient is on the device at once."""
     module = WideModule()

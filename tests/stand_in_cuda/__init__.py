@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -28,12 +29,17 @@ from types import ModuleType
 SOURCE = Path(__file__).with_name("device.cpp")
 
 
-def _compiled() -> Path:
-    """Compile device.cpp, unless that was done before with the same PyTorch; return the library."""
+def _folder() -> Path:
+    """Return the folder of PyTorch, which is not imported."""
     found = importlib.util.find_spec("torch")
     assert found is not None
     assert found.origin is not None
-    torch = Path(found.origin).parent
+    return Path(found.origin).parent
+
+
+def _compiled() -> Path:
+    """Compile device.cpp, unless that was done before with the same PyTorch; return the library."""
+    torch = _folder()
     key = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + sys.version.encode() + os.fsencode(torch)
     folder = Path(tempfile.gettempdir()) / f"stand-in-cuda-{os.getuid()}"
     library = folder / f"{hashlib.sha256(key).hexdigest()[:16]}.so"
@@ -56,6 +62,8 @@ def _loaded() -> ModuleType:
     """Load the device before PyTorch asks for the hooks of CUDA, which it does once."""
     if "torch" in sys.modules:
         raise ImportError("tests.stand_in_cuda must be imported before torch.")
+    if (built := runpy.run_path(str(_folder() / "version.py"))["cuda"]) is not None:
+        raise ImportError(f"This PyTorch is built for CUDA {built}, and the stand-in needs one for CPUs only.")
     library = str(_compiled())
     ctypes.CDLL(library)
     import torch  # noqa: F401

@@ -661,6 +661,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     num_devices = number;
     for (int i = 0; i < number; ++i) usage[i].limit = bytes;
   });
+  m.def("limit", [](int device, int64_t bytes) { usage[device].limit = bytes; });
   m.def("device", [] { return static_cast<int>(current); });
   m.def("exchange_device", [](int index) {
     return static_cast<int>(index < 0 ? current : std::exchange(current, static_cast<DeviceIndex>(index)));

@@ -208,6 +208,7 @@ def _memory(device: ModuleType, nbytes: int) -> dict[str, Any]:
         "memory_stats": stats,
         "mem_get_info": lambda given=None: (nbytes - allocated(given), nbytes),
         "empty_cache": _constant(None),
+        "set_per_process_memory_fraction": lambda part, given=None: device.limit(index(given), int(part * nbytes)),
     }
 
 
