@@ -52,6 +52,9 @@ class AccessGuard:
         finish: Called with the parameters that are accessed; it calls `leave` for them or raises.
         free: Functions that do not call `finish`, in addition to `DESCRIPTIONS`.
         beside: Another guard that may watch some of the same parameters; None: no other guard does.
+
+    Attributes:
+        register: Parameters that this guard and those beside it watch.
     """
 
     def __init__(
@@ -62,35 +65,26 @@ class AccessGuard:
     ) -> None:
         self.finish = finish
         self.free = DESCRIPTIONS | free
-        self._register: _Register = beside._register if beside is not None else _Register()
-
-    @property
-    def reader(self) -> Reader | None:
-        """Calls functions of PyTorch on watched parameters in place of their caller; None: nobody does."""
-        return self._register.reader
-
-    @reader.setter
-    def reader(self, reader: Reader | None) -> None:
-        self._register.reader = reader
+        self.register: _Register = beside.register if beside is not None else _Register()
 
     def watches(self, parameter: Tensor) -> bool:
         """Return whether this guard watches `parameter`."""
-        watched = self._register.watched.get(id(parameter))
+        watched = self.register.watched.get(id(parameter))
         return watched is not None and self in watched.guards
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Watch `parameters`: from now on `finish` runs before any access to one of them."""
         for parameter in parameters:
-            self._register.add(parameter, self)
+            self.register.add(parameter, self)
 
     def unwatch(self, parameters: Iterable[Tensor]) -> None:
         """Stop watching `parameters`; unwatched ones are ignored."""
         for parameter in parameters:
-            self._register.discard(parameter, self)
+            self.register.discard(parameter, self)
 
     def close(self) -> None:
         """Stop watching every parameter, and forget `finish`, whose owner may own this guard."""
-        self.unwatch([watched.parameter for watched in self._register.watched.values()])
+        self.unwatch([watched.parameter for watched in self.register.watched.values()])
         self.finish = _accessed
 
 
@@ -108,7 +102,12 @@ class _Watched:
 
 
 class _Register:
-    """The parameters that a guard and the guards beside it watch, by identity."""
+    """The parameters that a guard and the guards beside it watch, by identity.
+
+    Attributes:
+        watched: Watched parameters, by the identity of the parameter.
+        reader: Calls functions of PyTorch on watched parameters in place of their caller; None: nobody does.
+    """
 
     def __init__(self) -> None:
         self.watched: dict[int, _Watched] = {}

@@ -24,6 +24,7 @@ from lightning_protrain.runtime.hooks import (
     Interception,
     Interceptions,
     ViewWatch,
+    direct_calls,
     histories,
     hook_gradients,
     hook_outputs,
@@ -125,7 +126,8 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     intercepted = [Interception(block, executor, watch) for block in blocks if has_forward(block.module)]
     recomputes = any(block.policy in (BlockPolicy.CHECKPOINT, BlockPolicy.SELECTIVE) for block in plan.blocks)
     caching = stop_caching(model) if recomputes or plan.sliced else []
-    interceptions = Interceptions(model, [*sliced, *intercepted], caching)
+    direct = direct_calls(model, executor, intercepted)
+    interceptions = Interceptions(model, [*sliced, *intercepted, *direct], caching)
     if communicator is not None:
         communicator.meet()  # Wait until the other ranks have written the shared weights,
         async_step.publishing.publish()  # and then until they have written the shadow copies.

@@ -54,6 +54,11 @@ class DirectReads:
         """Let steps read these parameters, which no block has."""
         self._params |= {id(param.host): param for param in params if can_be_watched(param.host)}
 
+    @property
+    def has_any(self) -> bool:
+        """True if there are parameters that a step may read."""
+        return bool(self._params)
+
     def close(self) -> None:
         """Forget the parameters."""
         self._params.clear()
@@ -61,17 +66,17 @@ class DirectReads:
     @contextmanager
     def allowed(self, training: bool) -> Generator[None]:
         """Answer reads on the device in this context: a step, or the recomputation of a block."""
-        if not self._params or self._guard.reader is not None:
+        if not self._params or self._guard.register.reader is not None:
             yield
             return
         self._training = training
-        self._guard.reader = self._read
+        self._guard.register.reader = self._read
         self._guard.watch(param.host for param in self._params.values())
         try:
             yield
         finally:
             self._guard.unwatch([param.host for param in self._params.values()])
-            self._guard.reader = None
+            self._guard.register.reader = None
 
     def _read(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of PyTorch, of whose arguments some may be parameters."""

@@ -17,6 +17,7 @@ from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.blocks import is_compiled
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.block import Block
+from lightning_protrain.runtime.direct_use import DirectReads
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.recompute import checkpoint
@@ -121,6 +122,37 @@ def slice_forwards(model: nn.Module, plan: Plan, blocks: Iterable[Block]) -> lis
         if any(f"{name}.".startswith(inside) for name in plan.sliced):
             block.recomputes_itself = True
     return sliced
+
+
+class DirectCall(ForwardReplacement):
+    """A method of a model that may read weights directly when it is called outside of steps, as in a callback.
+
+    Args:
+        name: Name of the module.
+        module: The module.
+        method: `"forward"` or `"generate"`, which moves prompts to the device of the first weight.
+        reads: Answers the reads.
+    """
+
+    def __init__(self, name: str, module: nn.Module, method: str, reads: DirectReads) -> None:
+        super().__init__(name, module, method)
+        self._reads = reads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._reads.allowed(training=False):
+            return self._forward(*args, **kwargs)
+
+
+def direct_calls(model: nn.Module, executor: Executor, intercepted: Iterable[Interception]) -> list[DirectCall]:
+    """Return the methods of a model and its children that callbacks call, except intercepted forwards."""
+    reads = executor.direct
+    if not reads.has_any:
+        return []
+    others = {id(each.block.module) for each in intercepted}
+    outer = [("", model), *model.named_children()]
+    calls = [DirectCall(name, module, "forward", reads) for name, module in outer if id(module) not in others]
+    able = [(name, module) for name, module in outer if callable(getattr(module, "generate", None))]
+    return [*calls, *(DirectCall(name, module, "generate", reads) for name, module in able)]
 
 
 class Interceptions:

@@ -37,21 +37,23 @@ def run_in_slices(forward: Callable[[Tensor], Tensor], given: Tensor, slice_toke
 
 
 class ForwardReplacement:
-    """A replacement of `module.forward` while a plan is applied.
+    """A replacement of `module.forward`, or of another method, while a plan is applied.
 
     Replacing `forward` on the instance changes no name, adds no module and leaves every hook of the user in place.
 
     Args:
         name: Name of the module.
         module: The module.
+        method: Name of the method.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        functools.update_wrapper(self, module.forward)  # It copies attributes, so it comes first.
+    def __init__(self, name: str, module: nn.Module, method: str = "forward") -> None:
+        functools.update_wrapper(self, getattr(module, method))  # It copies attributes, so it comes first.
         self.name = name
         self._module = module
-        self._had_own = module.__dict__.get("forward")
-        self._forward: Callable[..., Any] = module.forward
+        self._method = method
+        self._had_own = module.__dict__.get(method)
+        self._forward: Callable[..., Any] = getattr(module, method)
 
     @property
     def is_running(self) -> bool:
@@ -59,15 +61,15 @@ class ForwardReplacement:
         return False
 
     def put_on(self) -> None:
-        """Replace the forward of the module."""
-        self._module.__dict__["forward"] = self
+        """Replace the method of the module."""
+        self._module.__dict__[self._method] = self
 
     def take_off(self) -> None:
-        """Restore the forward of the module."""
+        """Restore the method of the module."""
         if self._had_own is None:
-            self._module.__dict__.pop("forward", None)
+            self._module.__dict__.pop(self._method, None)
         else:
-            self._module.__dict__["forward"] = self._had_own
+            self._module.__dict__[self._method] = self._had_own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

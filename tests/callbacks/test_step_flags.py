@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lightning_protrain.callbacks.checkpoint.saving_points import StepFlags
 from lightning_protrain.rank_store import RankStore
@@ -69,6 +70,7 @@ def test_a_question_that_others_never_hear_keeps_nobody_from_leaving(tmp_path: P
     def leave(rank: int) -> int:
         agreement = StepFlags(lambda: [False])
         agreement.open(RankStore.open("x"))
+        dist.barrier()  # Both are connected.
         if rank == 0:
             agreement.start()
             agreement.close()

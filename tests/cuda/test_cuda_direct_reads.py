@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
+from lightning_protrain import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.gpus import CUDA, DEVICE
-from tests.support.models import HIDDEN, VOCABULARY, Mlp, ParityModule, ValidationModule, fit
+from tests.support.models import HIDDEN, QUIET, VOCABULARY, Mlp, ParityModule, ValidationModule, fit
 
 pytestmark = CUDA
 
@@ -145,3 +149,36 @@ def test_a_block_that_recomputes_a_part_of_itself(plan: Any) -> None:
         modules.append(ParityModule(network, optimizer="sgd"))
         fit(modules[-1], accelerator=DEVICE, devices=1, strategy=strategy, limit_train_batches=4)
     torch.testing.assert_close(modules[1].losses, modules[0].losses, rtol=1e-4, atol=1e-5)
+
+
+class Speaking(L.Callback):
+    """Uses the model outside of steps: generates, calls it, and copies it."""
+
+    def __init__(self) -> None:
+        self.said: list[list[int]] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        prompt = torch.arange(5, device=pl_module.device)[None]
+        for model in (pl_module, pl_module.model, copy.deepcopy(pl_module).to(pl_module.device)):
+            self.said.append(model.generate(prompt, max_new_tokens=4)[0].tolist())
+        with torch.no_grad():
+            assert pl_module(input_ids=prompt).logits.device == pl_module.device
+
+
+def test_callbacks_generate_as_in_a_plain_run() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    said = []
+    for strategy in ("auto", ProTrainStrategy(plan="offload")):
+        torch.manual_seed(0)
+        module = CausalLMModule(config={"model_type": "llama", "num_attention_heads": 2, **sizes})
+        module.configure_model()  # On the host: a GPU draws other weights.
+        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(VOCABULARY, (4, 8))]
+        speaking = Speaking()
+        trainer = L.Trainer(
+            accelerator=DEVICE, devices=1, max_epochs=1, strategy=strategy, callbacks=[speaking], **QUIET
+        )
+        trainer.fit(module, DataLoader(rows, 2))
+        said.append(speaking.said)
+        assert "generate" not in vars(module.model)
+    assert said[0] == said[1]
+    assert said[0][0] == said[0][1] == said[0][2]

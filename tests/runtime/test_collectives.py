@@ -37,6 +37,7 @@ def _places(rank: int, local_size: int) -> Any:
     members = [
         dist.get_process_group_ranks(group) if group is not None else None for group in (ranks.node, ranks.peers)
     ]
+    dist.barrier()  # All are connected.
     return ranks.first_of_node, list(ranks.on_node), members, set(limits)
 
 
@@ -64,6 +65,7 @@ def _connected(rank: int, local_size: int, kind: str) -> list[list[int]]:
 
     with mock.patch.object(dist, "all_reduce", reduced), mock.patch.object(torch, "zeros", lambda n, device: zeros(n)):
         make_rank_mesh(rank % local_size, local_size, device=torch.device(kind))
+    dist.barrier()  # All are connected.
     return order
 
 

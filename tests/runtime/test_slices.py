@@ -72,8 +72,9 @@ def test_a_slice_has_no_more_tokens_than_allowed(shape: tuple[int, ...]) -> None
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", sorted({*zoo()} - {"dropout"}))
 def test_training_is_that_without_slices_up_to_rounding(name: str, plan: str) -> None:
-    expected = run(zoo()[name](), limit_train_batches=4)
-    module = zoo()[name]()
+    """The optimizer is SGD: Adam turns differences of gradients near zero into whole steps."""
+    expected = run(zoo()[name](optimizer="sgd"), limit_train_batches=4)
+    module = zoo()[name](optimizer="sgd")
     found = run(module, sliced(PLANS[plan], module), limit_train_batches=4)
     assert_close(found.losses, expected.losses, rtol=1e-5, atol=0)
     assert_close(found.norms, expected.norms, rtol=1e-5, atol=1e-7)
