@@ -12,7 +12,8 @@ import torch
 from lightning_protrain.quant_state import prepare_weights
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.support.gpus import CUDA, DEVICE, STAND_IN
+from tests.cuda.marks import CUDA
+from tests.support.gpus import DEVICE, STAND_IN
 from tests.support.models import fit
 from tests.support.plans import plans
 from tests.support.quantised import LAYERS, module

@@ -10,7 +10,8 @@ import torch
 
 from lightning_protrain.device.device import CUDADevice, open_device
 from lightning_protrain.device.host import PAGE
-from tests.support.gpus import STAND_IN, needs_real_gpu
+from tests.cuda.marks import needs_real_gpu
+from tests.support.gpus import STAND_IN
 
 pytestmark = pytest.mark.cuda
 

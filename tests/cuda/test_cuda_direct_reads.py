@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.support.gpus import CUDA, DEVICE
+from tests.cuda.marks import CUDA
+from tests.support.gpus import DEVICE
 from tests.support.models import HIDDEN, QUIET, VOCABULARY, Mlp, ParityModule, ValidationModule, fit
 
 pytestmark = CUDA

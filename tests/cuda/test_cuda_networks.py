@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.cuda.marks import needs_gpu
 from tests.support import vision_runs
-from tests.support.gpus import DEVICE, needs_gpu
+from tests.support.gpus import DEVICE
 from tests.support.models import fit
 from tests.support.networks import module, networks
 from tests.support.vision_families import VISION_FAMILIES

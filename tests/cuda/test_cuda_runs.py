@@ -24,8 +24,9 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from lightning_protrain.strategy.protrain import ProTrainStrategy
+from tests.cuda.marks import CUDA, needs_real_gpu
 from tests.runtime.swapped import SLAB
-from tests.support.gpus import CUDA, DEVICE, STAND_IN, needs_real_gpu
+from tests.support.gpus import DEVICE, STAND_IN
 from tests.support.machines import CPU
 from tests.support.models import LanguageModel, Mlp, ParityModule, ValidationModule, fit, token_batches, zoo
 from tests.support.parity import CLIPPING, snapshot

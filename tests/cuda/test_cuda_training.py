@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.support.gpus import CUDA, DEVICE, needs_gpu
+from tests.cuda.marks import CUDA, needs_gpu
+from tests.support.gpus import DEVICE
 from tests.support.models import OPTIMIZERS, ParityModule, ValidationModule, fit, zoo
 from tests.support.plans import plans
 
