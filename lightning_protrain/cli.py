@@ -418,7 +418,8 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
         value = settings.get(key)
         if isinstance(value, str) and value not in names:
             listed = f": there are {', '.join(sorted(names))}" if key == "accelerator" else ""
-            raise ValueError(f"`trainer.{key}: {value}` is not known{listed}{nearest(value, names)}")
+            other = f"; give a class as `trainer.{key}.class_path`" if "." in value else nearest(value, names)
+            raise ValueError(f"`trainer.{key}: {value}` is not known{listed}{other}")
     devices = settings.get("devices")
     if (isinstance(devices, int) and (devices == 0 or devices < -1)) or (
         isinstance(devices, str) and not re.fullmatch(r"auto|-1|[\d, ]+", devices)
