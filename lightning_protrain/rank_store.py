@@ -319,7 +319,7 @@ class RankStore:
                 if patience is not None and now - begin > patience:
                     busy = "runs, but does something else. All ranks must save and stop at the same steps."
                     raise self._failure(f"rank {rank} {busy}", doing)
-            return f"rank {', '.join(map(str, absent))} ({activity})"
+            return f"rank {', '.join(map(str, absent))} ({activity})" if absent else ""  # All have come by now.
 
         activity = f"{doing[0].lower()}{doing[1:]}"
         self._wait(f"the other ranks ({activity})", poll, look, doing=doing)
@@ -378,7 +378,7 @@ class RankStore:
         Args:
             what: Name of what is waited for, identical on all ranks that wait for it.
             poll: Waits until a time at most, and returns whether the wait has ended.
-            look: Looks who is missing at a time, and returns what is waited for, for a warning.
+            look: Looks who is missing at a time, and returns what is waited for, for a warning; empty: nobody is.
             members: Ranks that wait for each other; None: all ranks.
             doing: Present activity, for errors; None: the attribute.
         """
@@ -395,7 +395,7 @@ class RankStore:
                 self._write(f"waits/{self._rank}", f"{self._num_waits} {members.start} {members.stop} {what}")
                 has_note = True
             missing = look(now)
-            if self.doing == SETTING_UP and now > begin + slow:
+            if missing and self.doing == SETTING_UP and now > begin + slow:
                 _warn_of_wait(self._rank, slow, missing)
                 slow *= 2
             self._refuse_absence(what, members, doing)

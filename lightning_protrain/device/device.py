@@ -26,6 +26,7 @@ device, one downloads gradients, one swaps activations out and one swaps them in
 
 from __future__ import annotations
 
+import gc
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -593,6 +594,7 @@ class CUDADevice(StreamDevice):
         return HostMemory(lambda *block: self._register(*block) == 0, self._unlock)
 
     def exclude_others(self, own_bytes: int) -> None:
+        gc.collect()  # What an earlier run has left in a cycle would be freed in this one.
         self.others_bytes = max(torch.cuda.memory_allocated(self.torch_device) - own_bytes, 0)
 
     def peak_bytes(self) -> int | None:
@@ -605,6 +607,7 @@ class CUDADevice(StreamDevice):
 
     def forget_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self.others_bytes = min(self.others_bytes, torch.cuda.memory_allocated(self.torch_device))
 
     def trim(self) -> None:
         with torch.cuda.device(self.torch_device):

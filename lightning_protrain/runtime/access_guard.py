@@ -155,8 +155,13 @@ class _Register:
                     return func(*args, **(kwargs or {}))
 
             def deepcopy(parameter: Tensor, memo: dict[int, Any]) -> Tensor:
-                register.touch(None, parameter)  # Restore the class first: PyTorch copies it, too.
-                return copy.deepcopy(parameter, memo)
+                register.touch(None, parameter)
+                shown, parameter.__class__ = type(parameter), plain  # PyTorch copies the class, too.
+                try:
+                    return copy.deepcopy(parameter, memo)
+                finally:
+                    if id(parameter) in register.watched:
+                        parameter.__class__ = shown
 
             body = {"__torch_function__": classmethod(touch), "__deepcopy__": deepcopy, "__module__": plain.__module__}
             self._classes[plain] = type(plain)(plain.__name__, (plain,), body)

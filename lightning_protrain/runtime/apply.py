@@ -114,8 +114,7 @@ def apply_plan(model: nn.Module, plan: Plan, layout: ModelLayout, device: Device
     async_step = AsyncStep(chunks, device, communicator, buffers)
     context = StepContext(blocks, chunks, device, options.log_once)
     executor = Executor(context, plan, async_step, _make_swap(context, model, options), communicator)
-    # With manual optimization a step also writes weights and steps optimizers, which are on the host.
-    if device.torch_device.type != "cpu" and not options.manual:
+    if device.torch_device.type != "cpu":
         outside = {fqn for unit in layout.units if not unit.is_block for fqn in unit.parameters}
         executor.direct.add(param for chunk in chunks for param in chunk.params if param.fqn in outside)
     hook_gradients(executor)
@@ -197,7 +196,7 @@ class Runtime:
         if not training:
             self.async_step.finish_all()
         root = None if training and self._manual else executor.root
-        with executor.scope(training), executor.direct.allowed(training):
+        with executor.scope(training):
             outputs = function(*args, **kwargs) if root is None else self._with_root(root, function, args, kwargs)
         if training:
             self._watch.check()

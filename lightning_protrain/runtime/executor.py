@@ -183,6 +183,7 @@ class Executor:
             return
         self.async_step.begin_backward()
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
+        self.direct.begin()  # The user's own recomputations may read, too.
         self.context.begin_backward()
 
     def _keep_registered(self, block: Block) -> None:
@@ -202,11 +203,13 @@ class Executor:
 
     def give_up_backward(self) -> None:
         """Register the host parameters again after an exception in backward; `reset` does the rest."""
+        self.direct.end()
         self.context.end_backward()
         self._register_hosts()
 
     def end_backward(self) -> None:
         """End a backward: download every gradient, and release all chunks that no forward is using."""
+        self.direct.end()
         self.context.end_backward()
         self._register_hosts()
         self._residency.pins.clear()
@@ -237,6 +240,7 @@ class Executor:
 
     def reset(self) -> None:
         """Register host parameters, release everything and drop pending work, after an exception in a step."""
+        self.direct.end()
         for block in self._residency.running:
             block.depth = 0
             block.register_hosts()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.blocks import is_compiled
 from lightning_protrain.runtime.access_guard import below_guard
-from lightning_protrain.runtime.block import Block
+from lightning_protrain.runtime.block import Block, has_forward
 from lightning_protrain.runtime.direct_use import DirectReads
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.param import OffloadedParam
@@ -102,7 +102,7 @@ class Interception(ForwardReplacement):
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         self._executor.enter(self.block)
-        reads = self._executor.direct.allowed(training=True) if in_backward() else nullcontext()
+        reads = self._executor.direct.allowed() if in_backward() else nullcontext()
         try:
             with self._looking_for_checkpoints(), reads:
                 outputs = self._forward(*args, **kwargs)
@@ -125,7 +125,7 @@ def slice_forwards(model: nn.Module, plan: Plan, blocks: Iterable[Block]) -> lis
 
 
 class DirectCall(ForwardReplacement):
-    """A method of a model that may read weights directly when it is called outside of steps, as in a callback.
+    """A method of a module around streamed weights that it may read, see [Note: Direct reads].
 
     Args:
         name: Name of the module.
@@ -139,19 +139,20 @@ class DirectCall(ForwardReplacement):
         self._reads = reads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._reads.allowed(training=False):
+        with self._reads.allowed():
             return self._forward(*args, **kwargs)
 
 
 def direct_calls(model: nn.Module, executor: Executor, intercepted: Iterable[Interception]) -> list[DirectCall]:
-    """Return the methods of a model and its children that callbacks call, except intercepted forwards."""
+    """Return replacements for the modules around weights that may be read directly, except intercepted ones."""
+    inside = {id(module) for each in intercepted for module in each.block.module.modules() if each.block.name}
+    inside |= {id(each.block.module) for each in intercepted}
+    paths = [fqn.split(".") for fqn in executor.direct.names]
+    around = dict.fromkeys(".".join(path[:end]) for path in paths for end in range(len(path)))
+    outer = [(name, module) for name in around if id(module := model.get_submodule(name)) not in inside]
     reads = executor.direct
-    if not reads.has_any:
-        return []
-    others = {id(each.block.module) for each in intercepted}
-    outer = [("", model), *model.named_children()]
-    calls = [DirectCall(name, module, "forward", reads) for name, module in outer if id(module) not in others]
-    able = [(name, module) for name, module in outer if callable(getattr(module, "generate", None))]
+    calls = [DirectCall(name, module, "forward", reads) for name, module in outer if has_forward(module)]
+    able = [(name, module) for name, module in outer if callable(getattr(type(module), "generate", None))]
     return [*calls, *(DirectCall(name, module, "generate", reads) for name, module in able)]
 
 

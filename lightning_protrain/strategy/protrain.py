@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -56,7 +55,7 @@ from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
 from lightning_protrain.strategy.precision import LostUpdates, ProTrainPrecision, as_protrain_precision
-from lightning_protrain.strategy.sharded_states import ShardedStates
+from lightning_protrain.strategy.sharded_states import ShardedStates, bytes_on
 
 _T = TypeVar("_T")
 
@@ -403,8 +402,7 @@ class ProTrainStrategy(ParallelStrategy):
         self.precision_plugin.open(self.root_device.type)
         self.model = self.precision_plugin.convert_module(model)
         self._device = self.open_device()
-        tensors = chain(model.parameters(), model.buffers())
-        self._device.exclude_others(sum(each.nbytes for each in tensors if each.device == self.root_device))
+        self._device.exclude_others(bytes_on(self.root_device, model))
         self._counters = self._device.counters
         shardings = self._dp.own_shardings(trainer, self.num_processes, self._layer_sync)
         self._dp.end_outlines(model, self.root_device, shardings[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_protrain.connections import reader_of
 from lightning_protrain.distributed.rank_sync import RankSync
 from lightning_protrain.planner.plan import Plan
-from lightning_protrain.quant_state import accepting_companions
+from lightning_protrain.quant_state import accepting_companions, packed_nbytes
 from lightning_protrain.runtime.apply import Runtime
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.optim.bnb_optimizers import load_by_reference, mean_state_bytes
@@ -313,3 +314,10 @@ class ShardedStates:
             if self._sync.mesh is not None and is_applied:
                 drop_states(optimizer, self.owners, self._sync.mesh)
         move_state_beside_parameters(optimizers)
+
+
+def bytes_on(device: torch.device, model: nn.Module) -> int:
+    """Return the bytes of a model's parameters, gradients and buffers that are on a device already."""
+    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.device == device]
+    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    return sum(map(packed_nbytes, tensors)) + sum(gradient.nbytes for gradient in gradients)

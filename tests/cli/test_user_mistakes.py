@@ -364,8 +364,7 @@ def test_a_gpu_that_is_not_there_is_said_with_its_reason(
         ({"trainer__strategy": "protrian"}, "`trainer.strategy: protrian` is not known; did you mean `protrain`?"),
         (
             {"trainer__strategy": "lightning_protrain.ProTrainStrategy"},
-            "`trainer.strategy: lightning_protrain.ProTrainStrategy` is not known; give a class as "
-            "`trainer.strategy.class_path`",
+            "ProTrainStrategy` is not known; give a class as `trainer.strategy.class_path`",
         ),
         ({"trainer__devices": -3}, "`trainer.devices: -3` must be a positive number"),
         ({"trainer__devices": "x"}, "`trainer.devices: x` must be a positive number"),

@@ -47,6 +47,11 @@ def resized(model: Reading, hidden: Tensor) -> Tensor:
     return table.t()
 
 
+def without_gradients(model: Reading, hidden: Tensor) -> Tensor:
+    with torch.no_grad():
+        return hidden + model.positions.weight[3] + F.linear(hidden, model.positions.weight[:HIDDEN])
+
+
 READS: dict[str, Callable[[Reading, Tensor], Tensor]] = {
     "one row": lambda model, hidden: model.positions.weight[3],
     "rows by a tensor": lambda model, hidden: model.positions.weight[torch.arange(hidden.shape[1]).to(hidden.device)],
@@ -59,6 +64,11 @@ READS: dict[str, Callable[[Reading, Tensor], Tensor]] = {
         * model.positions(torch.zeros(1, dtype=torch.int64).to(next(model.parameters()).device))
     ),
     "of its block": lambda model, hidden: hidden * model.blocks[0](hidden).mean(),
+    "without gradients": lambda model, hidden: without_gradients(model, hidden),
+    "into another tensor": lambda model, hidden: torch.zeros_like(hidden).add_(model.positions.weight[0]),
+    "in a checkpoint": lambda model, hidden: checkpoint(
+        lambda given: (given * model.positions.weight[3]).relu(), hidden, use_reentrant=False
+    ),
     "a penalty": lambda model, hidden: sum(weight.square().mean() for weight in model.positions.parameters()),
 }
 
@@ -88,22 +98,64 @@ def test_a_weight_is_itself_again_after_the_step() -> None:
     assert weight.device.type == "cpu"
 
 
-def test_writes_and_copies_go_to_the_host() -> None:
-    def write(model: Reading, hidden: Tensor) -> Tensor:
+def written(model: Reading, hidden: Tensor) -> Tensor:
+    table = model.positions.weight
+    with torch.no_grad():
+        table[0] = 5.0
+        table.data[1] = 6.0
+        table[torch.tensor([2], device=hidden.device)] = torch.full((1, HIDDEN), 7.0, device=hidden.device)
+        torch.detach(table)[3].fill_(8.0)
+    return hidden * 0
+
+
+def test_writes_go_to_the_host() -> None:
+    plain = trained(written)
+    found = trained(written, strategy=ProTrainStrategy(plan="offload"))
+    assert found.network.positions.weight[:4, 0].tolist() == [5.0, 6.0, 7.0, 8.0]
+    torch.testing.assert_close(found.network.positions.weight, plain.network.positions.weight.cpu())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="on the CPU a part is a part of the weight")
+def test_a_write_that_would_be_lost_is_refused() -> None:
+    def lost(model: Reading, hidden: Tensor) -> Tensor:
         with torch.no_grad():
-            model.positions.weight[0] = 5.0
-            model.positions.weight[1].fill_(6.0)
-            model.positions.weight.data[2] = 7.0
-        places.append(model.positions.weight.detach().device.type)
+            model.positions.weight[0].fill_(5.0)
         return hidden * 0
 
-    places: list[str] = []
-    plain = trained(write)
-    places.clear()
-    found = trained(write, strategy=ProTrainStrategy(plan="offload"))
-    assert set(places) == {"cpu"}
-    assert found.network.positions.weight[:3, 0].tolist() == [5.0, 6.0, 7.0]
-    torch.testing.assert_close(found.network.positions.weight, plain.network.positions.weight.cpu())
+    with pytest.raises(RuntimeError, match="is streamed, and a part of it was changed"):
+        trained(lost, strategy=ProTrainStrategy(plan="offload"))
+
+
+def test_what_belongs_to_the_weight_reaches_it() -> None:
+    def use(model: Reading, hidden: Tensor) -> Tensor:
+        weight = model.positions.weight
+        weight.requires_grad = True
+        weight.requires_grad_(True)
+        assert copy.deepcopy(weight).shape == copy.deepcopy(model.positions).weight.shape == weight.shape
+        assert len(weight) == VOCABULARY
+        return hidden * 0
+
+    found = trained(use, strategy=ProTrainStrategy(plan="offload"))
+    assert found.network.positions.weight.requires_grad
+
+
+class Penalised(ParityModule):
+    """Adds penalties over all weights to the loss, and computes a part of it without gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        flat = torch.cat([weight.view(-1) for weight in self.parameters()])
+        return loss + 1e-3 * flat.norm(1) + 1e-3 * torch.stack([each.norm() for each in self.parameters()]).sum()
+
+
+def test_a_penalty_over_all_weights() -> None:
+    modules = []
+    for strategy in ("auto", ProTrainStrategy(plan="offload")):
+        torch.manual_seed(0)
+        modules.append(Penalised(Reading(READS["one row"]), optimizer="sgd"))
+        fit(modules[-1], accelerator=DEVICE, devices=1, strategy=strategy, limit_train_batches=4)
+    found = [loss.cpu() for loss in modules[1].losses]
+    torch.testing.assert_close(found, [loss.cpu() for loss in modules[0].losses], rtol=1e-4, atol=1e-5)
 
 
 class Peeking(Mlp):
