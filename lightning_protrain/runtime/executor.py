@@ -39,7 +39,7 @@ class Executor:
         root: Block of the offloaded parameters that the root module itself holds; None: it holds none.
         grads: Downloads gradients to the host.
         async_step: Steps offloaded chunks.
-        direct: Lets steps read weights without calling their module; none unless added.
+        direct: Lets the model read weights without calling their module; none unless added.
         swap: Swaps activations of blocks; None: no block swaps.
     """
 
