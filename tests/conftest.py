@@ -37,9 +37,12 @@ from tests.support.sampling import sample
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# A shell starts a background job with SIGINT ignored, and children inherit that: tests of Ctrl-C need the default.
+# A shell starts a background job with SIGINT ignored, `nohup` ignores SIGHUP, and children inherit that: tests of
+# Ctrl-C and of closed terminals need the defaults.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Test files that need one of these are skipped where it is not installed; the package trains without them.
 OPTIONAL = ("av", "bitsandbytes", "datasets", "jsonargparse", "matplotlib", "platformdirs", "pyte", "tensorboard")
