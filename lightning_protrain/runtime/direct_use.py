@@ -43,13 +43,21 @@ class DirectReads:
         device: Device that computes.
         guard: A guard that may watch some of the parameters.
         log_once: Shows a sentence to the user.
+        note: Called with each parameter that is read.
     """
 
-    def __init__(self, device: torch.device, guard: AccessGuard, log_once: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        guard: AccessGuard,
+        log_once: Callable[[str], None],
+        note: Callable[[OffloadedParam], None],
+    ) -> None:
         self._params: dict[int, OffloadedParam] = {}
         self._device = device
         self._guard = AccessGuard(lambda _: None, beside=guard)
         self._log_once = log_once
+        self._note = note
         self._said: set[str] = set()
         self._read_parts: list[tuple[Tensor, str]] = []  # Without gradients, a part may be written to.
 
@@ -114,7 +122,7 @@ class DirectReads:
             args, kwargs = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             return func(*args, **kwargs)
         read = self._among((args, kwargs))
-        self._say(read.values())
+        self._tell(read.values())
         if func in _PARTS and len(read) == sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             copies = [func(*args, **kwargs).to(self._device)]
             result = copies[0]
@@ -130,8 +138,9 @@ class DirectReads:
         """Return the parameters in nested values, by identity."""
         return {id(leaf): self._params[id(leaf)] for leaf in tree_leaves(values) if id(leaf) in self._params}
 
-    def _say(self, read: Iterable[OffloadedParam]) -> None:
+    def _tell(self, read: Iterable[OffloadedParam]) -> None:
         for param in read:
+            self._note(param)
             if param.fqn not in self._said:
                 self._said.add(param.fqn)
                 self._log_once(

@@ -55,7 +55,8 @@ class Executor:
         self.root = next((block for block in context.blocks if block.name == "" and block.chunks), None)
         self.swap = swap
         self.async_step = async_step
-        self.direct = DirectReads(context.device.torch_device, async_step.guard, context.log_once)
+        torch_device = context.device.torch_device
+        self.direct = DirectReads(torch_device, async_step.guard, context.log_once, context.read_directly)
         self._residency = Residency(context, Capacity.of(plan), async_step)
         self.grads = GradOffload(context, self._residency, async_step, communicator)
         self._registered: Block | None = None  # Its device parameters stay registered during its backward.

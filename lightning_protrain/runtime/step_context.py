@@ -103,6 +103,8 @@ class StepContext:
         # By chunk: the earliest call whose backward reads it, and the earliest call that uses it.
         self._last_reads: dict[int, int] = {}
         self._last_uses: dict[int, int] = {}
+        # Chunks of weights that the latest scope has read without a call: nothing tells when backward needs them.
+        self._read_directly: set[int] = set()
 
     @property
     def in_scope(self) -> bool:
@@ -129,10 +131,15 @@ class StepContext:
         self.phase = StepPhase.IDLE
         self.call = None
         self._entered, self._awaited = [], []
+        self._read_directly.clear()
         for block in self.blocks:
             block.first_call = None
             block.num_calls = 0
             block.forget_uses()
+
+    def read_directly(self, param: OffloadedParam) -> None:
+        """Note a read of a weight without a call: its chunk is needed until backward ends."""
+        self._read_directly |= {index for index, chunk in enumerate(self.chunks) if param in chunk.params}
 
     def begin_call(self, block: Block) -> int:
         """Return the number of a new call that autograd may go back through."""
@@ -209,6 +216,8 @@ class StepContext:
 
         Backward reaches a call before the calls inside it, which have higher numbers.
         """
+        if index in self._read_directly:
+            return False
         last = self._last_reads.get(index)
         number, end = self._reached
         return last is None or last == number or last >= end
@@ -219,7 +228,7 @@ class StepContext:
         No hook announces the backward of an embedding; it runs after the backwards of all later calls.
         """
         _, end = self._reached
-        return self._last_uses.get(index, end) >= end
+        return index not in self._read_directly and self._last_uses.get(index, end) >= end
 
     def num_uses(self, param: OffloadedParam) -> int:
         """Return the number of places where calls of the present step have used a parameter."""

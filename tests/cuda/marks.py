@@ -11,3 +11,4 @@ from tests.support.gpus import DEVICE, STAND_IN
 CUDA = pytest.mark.cuda if torch.cuda.is_available() else pytest.mark.slow
 needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="looks at the memory or the streams of a GPU")
 needs_real_gpu = pytest.mark.skipif(DEVICE == "cpu" or STAND_IN, reason="looks at kernels or times of a real GPU")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
