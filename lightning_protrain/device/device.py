@@ -598,11 +598,11 @@ class CUDADevice(StreamDevice):
         self.others_bytes = max(torch.cuda.memory_allocated(self.torch_device) - own_bytes, 0)
 
     def peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.torch_device) - self.others_bytes
+        return max(torch.cuda.max_memory_allocated(self.torch_device) - self.others_bytes, 0)
 
     def allocator_stats(self) -> dict[str, int]:
         retries = torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0)
-        reserved = torch.cuda.max_memory_reserved(self.torch_device) - self.others_bytes
+        reserved = max(torch.cuda.max_memory_reserved(self.torch_device) - self.others_bytes, 0)
         return {"reserved_peak_bytes": reserved, "alloc_retries": retries}
 
     def forget_peak(self) -> None:
