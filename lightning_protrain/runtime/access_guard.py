@@ -41,7 +41,7 @@ NO_VALUES = GRADIENTS.union(
 )
 
 
-# Calls a function with its arguments, see [Note: Direct reads] in direct_use.py.
+# Calls a function with its arguments, see [Note: Direct reads] in direct_reads.py.
 Reader = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 

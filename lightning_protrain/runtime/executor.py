@@ -14,7 +14,7 @@ import torch
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.comm.collectives import Collectives
-from lightning_protrain.runtime.direct_use import DirectReads
+from lightning_protrain.runtime.direct_reads import DirectReads
 from lightning_protrain.runtime.grad_offload import GradOffload
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.param import OffloadedParam

@@ -17,7 +17,7 @@ from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.profiler.blocks import is_compiled
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.block import Block, has_forward
-from lightning_protrain.runtime.direct_use import DirectReads
+from lightning_protrain.runtime.direct_reads import DirectReads
 from lightning_protrain.runtime.executor import Executor
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.recompute import checkpoint
