@@ -140,11 +140,13 @@ def _parts(function: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _cuts(rows: int, attention_mask: Tensor | None, documents: Tensor | None) -> list[list[int]] | None:
     """Return the first token of each span of each row; None if a row has padding between tokens."""
     cuts = [[0] for _ in range(rows)]
+    # On the host, which waits for the device once.
     if documents is not None:
-        begins = documents.diff(dim=-1).expand(rows, -1) != 0
+        begins = documents.cpu().diff(dim=-1).expand(rows, -1) != 0
     elif attention_mask is not None:
-        begins = attention_mask[:, 1:] & ~attention_mask[:, :-1]
-        if (begins.sum(-1) + attention_mask[:, 0] > 1).any():
+        text = attention_mask.cpu()
+        begins = text[:, 1:] & ~text[:, :-1]
+        if (begins.sum(-1) + text[:, 0] > 1).any():
             return None
     else:
         return cuts

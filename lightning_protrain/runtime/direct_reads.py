@@ -44,6 +44,7 @@ class DirectReads:
         guard: A guard that may watch some of the parameters.
         log_once: Shows a sentence to the user.
         note: Called with each parameter that is read.
+        settle: Waits until uploads have read the host's memory; called before a parameter is written to.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class DirectReads:
         guard: AccessGuard,
         log_once: Callable[[str], None],
         note: Callable[[OffloadedParam], None],
+        settle: Callable[[], None],
     ) -> None:
         self._params: dict[int, OffloadedParam] = {}
         self._device = device
         self._guard = AccessGuard(lambda _: None, beside=guard)
         self._log_once = log_once
         self._note = note
+        self._settle = settle
         self._said: set[str] = set()
         self._read_parts: list[tuple[Tensor, str]] = []  # Without gradients, a part may be written to.
 
@@ -119,6 +122,7 @@ class DirectReads:
             return func(*args, **kwargs)
         target = kwargs["out"] if kwargs.get("out") is not None else args[:1] if _writes(func) else ()
         if self._among(target):
+            self._settle()
             args, kwargs = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             return func(*args, **kwargs)
         read = self._among((args, kwargs))

@@ -56,7 +56,9 @@ class Executor:
         self.swap = swap
         self.async_step = async_step
         torch_device = context.device.torch_device
-        self.direct = DirectReads(torch_device, async_step.guard, context.log_once, context.read_directly)
+        self.direct = DirectReads(
+            torch_device, async_step.guard, context.log_once, context.read_directly, context.device.settle
+        )
         self._residency = Residency(context, Capacity.of(plan), async_step)
         self.grads = GradOffload(context, self._residency, async_step, communicator)
         self._registered: Block | None = None  # Its device parameters stay registered during its backward.

@@ -22,6 +22,9 @@ def losses(*words: str) -> list[float]:
     """Return the losses of `tests/cuda/two_ranks.py`, run with these arguments."""
     path = os.pathsep.join([*([str(STAND_IN_PATH)] if STAND_IN else ()), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment["STAND_IN_CUDA_ORDER"] = (
+        "1" if words else "0"
+    )  # Lightning sets DDP up on a stream that nobody waits for.
     command = [sys.executable, "-m", "tests.cuda.two_ranks", "deberta", *words]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr

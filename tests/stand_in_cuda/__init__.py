@@ -5,10 +5,12 @@
 
 The import compiles device.cpp (with g++, once for each version of PyTorch), and gives `torch.cuda` the functions that a
 PyTorch without CUDA lacks. From then on `torch.cuda.is_available()` is true, `device="cuda"` holds tensors, and NCCL
-connects ranks. It shows tensors on the wrong device, calls that only run on a GPU, bytes of the device, and steps of
-several ranks. Only a real GPU shows times, races between streams, and kernels that the CPU does not have.
+connects ranks. It shows tensors on the wrong device, calls that only run on a GPU, bytes of the device, steps of
+several ranks, accesses to memory that no fence orders, and where the host waits. Only a real GPU shows times, and
+kernels that the CPU does not have.
 
-STAND_IN_CUDA is the number of devices (2), STAND_IN_CUDA_BYTES the memory of each (24 GiB).
+STAND_IN_CUDA is the number of devices (2), STAND_IN_CUDA_BYTES the memory of each (24 GiB). STAND_IN_CUDA_ORDER=0
+allows accesses to memory that no fence orders.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 
-SOURCE = Path(__file__).with_name("device.cpp")
+SOURCES = (Path(__file__).with_name("device.cpp"), Path(__file__).with_name("order.h"))
 
 
 def _folder() -> Path:
@@ -40,7 +42,8 @@ def _folder() -> Path:
 def _compiled() -> Path:
     """Compile device.cpp, unless that was done before with the same PyTorch; return the library."""
     torch = _folder()
-    key = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + sys.version.encode() + os.fsencode(torch)
+    files = (*SOURCES, torch / "version.py")
+    key = b"".join(file.read_bytes() for file in files) + sys.version.encode() + os.fsencode(torch)
     folder = Path(tempfile.gettempdir()) / f"stand-in-cuda-{os.getuid()}"
     library = folder / f"{hashlib.sha256(key).hexdigest()[:16]}.so"
     if library.is_file():
@@ -48,11 +51,20 @@ def _compiled() -> Path:
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as made:  # Other processes may compile it at the same time.
         include = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-        compiler = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=stand_in_device"]
+        compiler = [
+            "g++",
+            "-O1",
+            "-std=c++20",
+            "-fPIC",
+            "-shared",
+            "-w",
+            "-DNDEBUG",
+            "-DTORCH_EXTENSION_NAME=stand_in_device",
+        ]
         libraries = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
         libraries += ["-ltorch", "-ltorch_cpu", "-lc10", "-ltorch_python"]
         output = Path(made) / "device.so"
-        command = [*compiler, *(f"-I{each}" for each in include), str(SOURCE), "-o", str(output), *libraries]
+        command = [*compiler, *(f"-I{each}" for each in include), str(SOURCES[0]), "-o", str(output), *libraries]
         subprocess.run(command, check=True)
         output.replace(library)
     return library
@@ -83,6 +95,7 @@ device = _loaded()
 from tests.stand_in_cuda import patches  # noqa: E402
 
 # Processes that tests start have the stand-in, too, with STAND_IN_PATH in their PYTHONPATH.
+device.check_order(os.environ.get("STAND_IN_CUDA_ORDER") != "0")
 patches.install(
     device, int(os.environ.setdefault("STAND_IN_CUDA", "2")), int(os.environ.get("STAND_IN_CUDA_BYTES", 24 * 2**30))
 )

@@ -4,7 +4,7 @@
 // arguments' bytes on the CPU, runs the CPU's kernel, and returns the results as tensors of the device. As on a GPU, an
 // operator whose arguments lie on several devices is refused, backward runs in a thread of the device, and random numbers
 // come from the device's own generator. Bytes are counted as the caching allocator counts them. Kernels end before their
-// operator returns, so streams and events order nothing.
+// operator returns; order.h finds those that a GPU may run in another order.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -27,6 +27,8 @@
 #include <set>
 #include <unordered_map>
 
+#include "order.h"
+
 namespace {
 
 using at::Tensor;
@@ -48,6 +50,9 @@ DeviceIndex index_of(std::optional<Device> device) {
   return index;
 }
 
+// Returns the current stream of a device.
+order::Actor actor_of(DeviceIndex device) { return order::actor(device, current_stream[device]); }
+
 struct OnDevice {
   DeviceIndex before = current;
   explicit OnDevice(DeviceIndex index) { current = index; }
@@ -61,15 +66,23 @@ struct Usage {
 };
 Usage usage[kMostDevices];
 
-struct Block {
-  c10::DataPtr memory;
-  int64_t nbytes;
-  DeviceIndex device;
-  ~Block() { usage[device].now -= nbytes; }
-};
-
 // Returns the bytes that the allocator takes for a block.
 int64_t rounded(size_t nbytes) { return static_cast<int64_t>((nbytes + 511) / 512 * 512); }
+
+struct Block {
+  c10::DataPtr memory;
+  size_t nbytes;
+  DeviceIndex device;
+  order::Actor owner;  // The stream that it was allocated on.
+  std::vector<order::Actor> users{};
+  ~Block() {
+    auto begin = reinterpret_cast<order::Address>(memory.get());
+    order::all().free(owner, begin, nbytes, users);
+    usage[device].now -= rounded(nbytes);
+  }
+};
+
+void drop_block(void* block) { delete static_cast<Block*>(block); }
 
 void require(size_t nbytes, DeviceIndex device) {
   auto& used = usage[device];
@@ -77,8 +90,9 @@ void require(size_t nbytes, DeviceIndex device) {
                    static_cast<double>(nbytes) / (1 << 20), " MiB. GPU ", static_cast<int>(device), " is a stand-in.");
 }
 
-// Returns memory of the CPU as memory of a device, which counts it.
-c10::DataPtr on_device(c10::DataPtr memory, size_t nbytes, DeviceIndex device) {
+// Returns memory of the CPU as memory of a device, which counts it. The current stream is the first that touches it:
+// where the allocator has it from, earlier kernels of that stream may still run.
+c10::DataPtr on_device(c10::DataPtr memory, size_t nbytes, DeviceIndex device, const std::string& name) {
   require(nbytes, device);
   auto taken = rounded(nbytes);
   auto& used = usage[device];
@@ -86,20 +100,25 @@ c10::DataPtr on_device(c10::DataPtr memory, size_t nbytes, DeviceIndex device) {
   auto before = used.peak.load();
   while (now > before && !used.peak.compare_exchange_weak(before, now)) {}
   auto* data = memory.get();
-  auto drop = [](void* block) { delete static_cast<Block*>(block); };
-  return {data, new Block{std::move(memory), taken, device}, drop, Device(DeviceType::CUDA, device)};
+  order::all().step(actor_of(device));
+  order::all().access(actor_of(device), reinterpret_cast<order::Address>(data), nbytes, true, name);
+  auto* block = new Block{std::move(memory), nbytes, device, actor_of(device)};
+  return {data, block, &drop_block, Device(DeviceType::CUDA, device)};
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t n) override {
     require(n, current);
-    return on_device(c10::GetCPUAllocator()->allocate(n), n, current);
+    return on_device(c10::GetCPUAllocator()->allocate(n), n, current, "an allocation");
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, Stream) override {}
+  void recordStream(const c10::DataPtr& data, Stream stream) override {
+    if (auto* block = data.cast_context<Block>(&drop_block))
+      block->users.push_back(order::actor(stream.device_index(), stream.id()));
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override { return {}; }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex device) override { usage[device].peak = usage[device].now.load(); }
@@ -118,9 +137,15 @@ bool pin(uintptr_t address, size_t size) {
   return pinned.emplace(address, size).second;
 }
 
-bool unpin(uintptr_t address) {
+// Those who let memory go that CUDA has not allocated must have waited for its copies.
+bool unpin(uintptr_t address, bool waits) {
   std::lock_guard lock(pinned_mutex);
-  return pinned.erase(address) > 0;
+  auto block = pinned.find(address);
+  if (block == pinned.end()) return false;
+  if (waits) order::all().forget(address, block->second);
+  else order::all().free(order::kHost, address, block->second, {});
+  pinned.erase(block);
+  return true;
 }
 
 bool is_pinned(uintptr_t address) {
@@ -137,7 +162,7 @@ struct PinnedMemory final : c10::Allocator {
     pin(reinterpret_cast<uintptr_t>(data), n);
     auto drop = [](void* context) {
       auto* memory = static_cast<c10::DataPtr*>(context);
-      unpin(reinterpret_cast<uintptr_t>(memory->get()));
+      unpin(reinterpret_cast<uintptr_t>(memory->get()), true);
       delete memory;
     };
     return {data, new c10::DataPtr(std::move(memory)), drop, Device(DeviceType::CPU)};
@@ -200,6 +225,9 @@ struct LentState {
 
 // --- devices and streams ------------------------------------------------------------------------------------------
 
+// The host waits for all streams of a device; those of other devices are waited for, too.
+void synchronize(DeviceIndex) { order::all().synchronize(); }
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static Device device(DeviceIndex index) { return {DeviceType::CUDA, index}; }
   static Stream stream(Device d, c10::StreamId id) { return Stream(Stream::UNSAFE, device(index_of(d)), id); }
@@ -215,16 +243,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream exchangeStream(Stream s) const override {
     return stream(s.device(), std::exchange(current_stream[s.device_index()], s.id()));
   }
-  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new char;
+  static order::Actor actor(const Stream& s) { return order::actor(s.device_index(), s.id()); }
+  static order::Clock& point(void* event) { return *static_cast<order::Clock*>(event); }
+  void record(void** event, const Stream& s, const DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new order::Clock;
+    point(*event) = order::all().record(actor(s));
   }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<char*>(event); }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<order::Clock*>(event); }
+  void block(void* event, const Stream& s) const override {
+    if (event != nullptr) order::all().wait(actor(s), point(event));
+  }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);
+    return true;
+  }
+  bool queryStream(const Stream& s) const override {
+    synchronizeStream(s);
+    return true;
+  }
+  void synchronizeStream(const Stream& s) const override { order::all().wait(order::kHost, order::all().record(actor(s))); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) order::all().wait(order::kHost, point(event));
+  }
+  void synchronizeDevice(const DeviceIndex device) const override { synchronize(device); }
   DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(num_devices); }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
@@ -249,10 +290,44 @@ struct Hooks final : at::CUDAHooksInterface {
   void setCurrentDevice(DeviceIndex index) const override { current = index; }
   DeviceIndex exchangeDevice(DeviceIndex index) const override { return std::exchange(current, index); }
   DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return std::exchange(current, index); }
-  void deviceSynchronize(DeviceIndex) const override {}
+  void deviceSynchronize(DeviceIndex device) const override { synchronize(device); }
 };
 
 // --- operators ----------------------------------------------------------------------------------------------------
+
+order::Address address_of(const Tensor& tensor) { return reinterpret_cast<order::Address>(tensor.storage().data()); }
+
+// Records that a stream or the host touches a tensor, from its first byte to its last.
+void touch(order::Actor actor, const Tensor& tensor, bool writes, const std::string& name) {
+  if (!tensor.has_storage() || tensor.numel() == 0) return;
+  auto begin = address_of(tensor) + tensor.storage_offset() * tensor.itemsize();
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  bool host = actor == order::kHost;
+  if (!host || is_pinned(begin)) order::all().access(actor, begin, (last + 1) * tensor.itemsize(), writes, name);
+}
+
+// In a kernel of the CPU that the device runs.
+thread_local bool in_kernel = false;
+struct InKernel {
+  bool before = std::exchange(in_kernel, true);
+  ~InKernel() { in_kernel = before; }
+};
+
+// Warns of an operator for which the host waits, or refuses it, as `torch.cuda.set_sync_debug_mode` asks.
+std::atomic<int> wait_mode{0};
+void note_wait(const std::string& name) {
+  if (in_kernel) return;
+  if (wait_mode == 1) TORCH_WARN("called a synchronizing CUDA operation: ", name);
+  TORCH_CHECK(wait_mode != 2, "called a synchronizing CUDA operation: ", name);
+}
+
+// Returns whether an operator gives a view, and touches no memory.
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& each : schema.returns())
+    if (each.alias_info() && !each.alias_info()->isWrite()) return true;
+  return schema.name() == "aten::resize_" || schema.name() == "aten::set_";
+}
 
 // The arguments and results of one operator, on the device and as the CPU's kernel sees them.
 class Call {
@@ -260,16 +335,21 @@ class Call {
   Call(std::string name, bool may_mix) : name_(std::move(name)), may_mix_(may_mix) {}
 
   void use(DeviceIndex device) { device_ = device; }
+  DeviceIndex device() const { return device_ < 0 ? current : device_; }
 
-  Tensor to_cpu(const Tensor& tensor) {
+  Tensor to_cpu(const Tensor& tensor, bool writes) {
     if (!tensor.defined() || !(tensor.is_cpu() || tensor.is_cuda())) return tensor;
+    accesses_.emplace_back(tensor, writes);
     // Scalars of the CPU go with any device.
     if (tensor.dim() > 0 && !may_mix_) {
       if (!seen_.has_value()) seen_ = tensor.device();
       TORCH_CHECK(*seen_ == tensor.device(), "Expected all tensors to be on the same device, but found at least two devices, ",
                   *seen_, " and ", tensor.device(), "! (when running ", name_, ")");
     }
-    if (tensor.is_cpu()) return tensor;
+    if (tensor.is_cpu()) {
+      origins_.emplace(tensor.unsafeGetTensorImpl(), tensor);
+      return tensor;
+    }
     if (device_ < 0) device_ = tensor.device().index();
     auto known = views_.find(tensor.unsafeGetTensorImpl());
     if (known != views_.end()) return known->second.second;
@@ -290,7 +370,7 @@ class Call {
     Tensor out;
     if (known == storages_.end()) {
       auto n = storage.nbytes();
-      auto data = on_device(keeping(storage, Device(DeviceType::CPU)), n, device_ < 0 ? current : device_);
+      auto data = on_device(keeping(storage, Device(DeviceType::CPU)), n, device(), name_);
       c10::Storage made(c10::Storage::use_byte_size_t(), n, std::move(data), &device_memory, true);
       storages_.emplace(storage.unsafeGetStorageImpl(), std::make_pair(made, std::nullopt));
       out = at::detail::make_tensor<c10::TensorImpl>(std::move(made), cuda_keys, result.dtype());
@@ -304,12 +384,36 @@ class Call {
     return out;
   }
 
+  // Orders the kernel after what its stream waits for, and checks what it touches. The host waits for its end if it
+  // `waits`, or if it is a copy from or to the host that is `blocking`.
+  void launch(bool waits, bool blocking) {
+    auto stream = actor_of(device());
+    std::set<DeviceIndex> devices;
+    for (const auto& [tensor, writes] : accesses_)
+      if (tensor.is_cuda()) devices.insert(tensor.device().index());
+    // A copy between devices waits for both, and both for it.
+    for (auto each : devices) order::all().wait(stream, order::all().record(actor_of(each)));
+    order::all().step(stream);
+    bool copies = name_ == "aten::copy_", staged = false;
+    for (const auto& [tensor, writes] : accesses_) {
+      bool late = tensor.is_cuda() || (copies && is_pinned(address_of(tensor)));
+      if (copies && !tensor.is_cuda()) {
+        waits = waits || blocking;
+        staged = writes && !late;  // Into pageable memory the driver copies at once, even if nobody asks it to.
+      }
+      touch(late ? stream : order::kHost, tensor, writes, name_);
+    }
+    for (auto each : devices) order::all().wait(actor_of(each), order::all().record(stream));
+    if (waits) note_wait(name_);
+    if (waits || staged) order::all().wait(order::kHost, order::all().record(stream));
+  }
+
   // Takes sizes and memory that the kernel has given to its arguments over to the tensors of the device.
   void write_back() {
     for (auto& [original, view] : given_) {
       auto* storage = original.unsafeGetStorageImpl();
       if (view.data() == storage->data() && view.nbytes() == storage->nbytes()) continue;
-      auto data = on_device(keeping(view, Device(DeviceType::CPU)), view.nbytes(), storage->device().index());
+      auto data = on_device(keeping(view, Device(DeviceType::CPU)), view.nbytes(), storage->device().index(), name_);
       storage->set_data_ptr_noswap(std::move(data));
       storage->set_nbytes(view.nbytes());
     }
@@ -340,6 +444,7 @@ class Call {
   std::string name_;
   bool may_mix_;
   DeviceIndex device_ = -1;
+  std::vector<std::pair<Tensor, bool>> accesses_;  // Arguments, and whether they are written to.
   std::optional<Device> seen_;
   std::unordered_map<c10::TensorImpl*, std::pair<Tensor, Tensor>> views_;  // Of each argument: itself, and its view.
   std::unordered_map<c10::TensorImpl*, Tensor> origins_;                   // Of each view: the argument.
@@ -356,19 +461,23 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   const auto first = stack->size() - arguments.size();
   Call call(op.schema().name(), kMayMix.count(op.schema().name()) > 0);
-  bool has_generator = false;
+  bool has_generator = false, blocking = true, masked = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     auto& value = (*stack)[first + i];
+    bool writes = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
+    if (arguments[i].name() == "non_blocking" && value.isBool()) blocking = !value.toBool();
     if (value.isTensor()) {
-      value = call.to_cpu(value.toTensor());
+      value = call.to_cpu(value.toTensor(), writes);
     } else if (value.isTensorList()) {
       c10::List<Tensor> all;
-      for (const Tensor& each : value.toTensorVector()) all.push_back(call.to_cpu(each));
+      for (const Tensor& each : value.toTensorVector()) all.push_back(call.to_cpu(each, writes));
       value = std::move(all);
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> all;
-      for (std::optional<Tensor> each : value.toOptionalTensorList())
-        all.push_back(each.has_value() ? std::make_optional(call.to_cpu(*each)) : each);
+      for (std::optional<Tensor> each : value.toOptionalTensorList()) {
+        all.push_back(each.has_value() ? std::make_optional(call.to_cpu(*each, writes)) : each);
+        masked = masked || (each.has_value() && (!each->is_cuda() || !at::isIntegralType(each->scalar_type(), false)));
+      }
       value = std::move(all);
     } else if (value.isDevice() && value.toDevice().is_cuda()) {
       call.use(index_of(value.toDevice()));
@@ -378,7 +487,12 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = on_cpu(value.isNone() ? default_generator(-1) : value.toGenerator());
     }
   }
+  if (!is_view(op.schema())) {
+    bool sized = op.hasTag(at::Tag::dynamic_output_shape) && op.schema().name() != "aten::index";
+    call.launch(masked || sized || op.hasTag(at::Tag::data_dependent_output), blocking);
+  }
   {
+    InKernel inside;
     std::optional<LentState> state;
     if (!has_generator && op.hasTag(at::Tag::nondeterministic_seeded)) state.emplace();
     at::AutoDispatchBelowADInplaceOrView below;
@@ -432,7 +546,7 @@ Tensor& set_storage(Tensor& self, at::Storage source) {
 
 Tensor& set_nothing(Tensor& self) { return set_storage(self, at::empty({0}, self.options()).storage()); }
 
-void record_stream(Tensor&, Stream) {}
+void record_stream(Tensor& tensor, Stream stream) { device_memory.recordStream(tensor.storage().data_ptr(), stream); }
 
 // Kernels that only CUDA has.
 
@@ -460,16 +574,19 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const std::optional<Tensor
 }
 
 Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  InKernel inside;
   return at::histc(self.to(at::kCPU, at::kDouble), bins, low, high).to(self.device(), self.scalar_type());
 }
 
 template <Tensor (*kernel)(const Tensor&, int64_t, bool)>
 Tensor softmax(const Tensor& self, int64_t dim, bool to_float) {
+  InKernel inside;
   return kernel((to_float ? self.to(at::kFloat) : self).to(at::kCPU), dim, false).to(self.device());
 }
 
 template <Tensor (*kernel)(const Tensor&, const Tensor&, int64_t, at::ScalarType)>
 Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType dtype) {
+  InKernel inside;
   return kernel(grad.to(at::kCPU), output.to(at::kCPU), dim, grad.scalar_type()).to(grad.device(), dtype);
 }
 
@@ -492,6 +609,41 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_log_softmax", &softmax<at::_log_softmax>);
   m.impl("_softmax_backward_data", &softmax_backward<at::_softmax_backward_data>);
   m.impl("_log_softmax_backward_data", &softmax_backward<at::_log_softmax_backward_data>);
+}
+
+// Operators of the CPU touch page-locked memory as the host.
+std::unique_ptr<at::ObserverContext> host_operator(const at::RecordFunction& function) {
+  static const std::set<std::string> none = {"aten::to", "aten::_to_copy", "aten::contiguous", "aten::is_pinned", "aten::detach"};
+  if (in_kernel) return nullptr;
+  auto name = function.operator_name();
+  if (!name || none.count(name->name) > 0) return nullptr;
+  bool pinned = false;
+  auto each_tensor = [&](const at::IValue& value, auto&& with) {
+    if (value.isTensor()) with(value.toTensor());
+    else if (value.isTensorList())
+      for (const Tensor& each : value.toTensorVector()) with(each);
+  };
+  for (const auto& value : function.inputs()) {
+    bool device = false;
+    each_tensor(value, [&](const Tensor& tensor) {
+      if (!tensor.defined() || !tensor.has_storage()) return;
+      device = device || tensor.is_cuda();
+      pinned = pinned || (tensor.is_cpu() && is_pinned(address_of(tensor)));
+    });
+    if (device) return nullptr;
+  }
+  if (!pinned) return nullptr;
+  auto op = c10::Dispatcher::singleton().findSchema(*name);
+  if (!op || is_view(op->schema())) return nullptr;
+  const auto& arguments = op->schema().arguments();
+  order::all().step(order::kHost);
+  for (size_t i = 0; i < std::min(arguments.size(), function.inputs().size()); ++i) {
+    bool writes = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
+    each_tensor(function.inputs()[i], [&](const Tensor& tensor) {
+      if (tensor.defined() && tensor.is_cpu()) touch(order::kHost, tensor, writes, name->name);
+    });
+  }
+  return nullptr;
 }
 
 void resize_storage(const Tensor& bytes, int64_t nbytes) {
@@ -522,18 +674,31 @@ Tensors on_host(const Tensors& tensors) {
 }
 
 struct Done final : c10d::Work {
-  Tensors outputs;
+  Tensors inputs, outputs;  // Inputs are kept until somebody has waited.
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  Done(Tensors given, int rank, c10d::OpType type) : c10d::Work(rank, type), outputs(std::move(given)) {
+  order::Clock end;
+  Done(Tensors read, Tensors given, order::Clock point, int rank, c10d::OpType type)
+      : c10d::Work(rank, type), inputs(std::move(read)), outputs(std::move(given)), end(std::move(point)) {
     std::vector<Device> devices{Device(DeviceType::CUDA, current)};
     future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
     future->markCompleted(at::IValue(outputs));
     finish();
   }
-  bool isCompleted() override { return true; }
+  ~Done() override { order::all().wait(order::kHost, end); }
+  bool isCompleted() override {
+    order::all().wait(order::kHost, end);
+    return true;
+  }
   bool isSuccess() const override { return true; }
-  bool wait(std::chrono::milliseconds) override { return true; }
-  void synchronize() override {}
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    if (retrieveOpType() == c10d::OpType::BARRIER) order::all().wait(order::kHost, end);
+    return true;
+  }
+  void synchronize() override {
+    order::all().wait(actor_of(current), end);
+    inputs.clear();
+  }
   Tensors result() override { return outputs; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
 };
@@ -545,6 +710,7 @@ struct Nccl : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
   c10::intrusive_ptr<Options> options;
   uint64_t calls = 0;
+  int64_t stream = ++num_streams;
 
   Nccl(c10::intrusive_ptr<c10d::Backend> inner, std::chrono::milliseconds timeout)
       : c10d::Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), options(c10::make_intrusive<Options>("nccl", timeout)) {}
@@ -553,9 +719,20 @@ struct Nccl : c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return calls; }
 
-  Pending done(Tensors outputs, c10d::OpType type) {
+  // Begins a collective on the group's own stream, after the work on the current one.
+  void begin(const Tensors& inputs, const Tensors& outputs) {
+    auto own = order::actor(current, stream);
+    order::all().wait(own, order::all().record(actor_of(current)));
+    order::all().step(own);
+    for (const auto& each : inputs) touch(own, each, false, "a collective");
+    for (const auto& each : outputs) touch(own, each, true, "a collective");
+  }
+  Pending done(Tensors inputs, Tensors outputs, c10d::OpType type) {
     ++calls;
-    return c10::make_intrusive<Done>(std::move(outputs), getRank(), type);
+    auto before = std::exchange(current_stream[current], stream);  // A future's end is that of the group's stream.
+    auto work = c10::make_intrusive<Done>(std::move(inputs), std::move(outputs), order::all().record(actor_of(current)), getRank(), type);
+    current_stream[current] = before;
+    return work;
   }
   void all_reduce(Tensor tensor, c10d::ReduceOp op) {  // Gloo has no mean.
     bool mean = op == c10d::ReduceOp::AVG;
@@ -572,68 +749,78 @@ struct Nccl : c10d::Backend {
   }
 
   Pending allreduce(Tensors& tensors, const c10d::AllreduceOptions& how) override {
+    begin({}, tensors);
     for (const auto& each : on_host(tensors)) all_reduce(each, how.reduceOp);
-    return done(tensors, c10d::OpType::ALLREDUCE);
+    return done({}, tensors, c10d::OpType::ALLREDUCE);
   }
   Pending allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& how) override {
+    begin({}, tensors);
     for (const auto& each : on_host(tensors)) all_reduce(each, how.reduceOp);
-    return done(tensors, c10d::OpType::ALLREDUCE_COALESCED);
+    return done({}, tensors, c10d::OpType::ALLREDUCE_COALESCED);
   }
   Pending reduce(Tensors& tensors, const c10d::ReduceOptions& how) override {
+    begin({}, tensors);
     auto views = on_host(tensors);
     auto sum = views[0].clone();  // Only the root's tensor may change.
     all_reduce(sum, how.reduceOp);
     if (getRank() == how.rootRank) views[0].copy_(sum);
-    return done(tensors, c10d::OpType::REDUCE);
+    return done({}, tensors, c10d::OpType::REDUCE);
   }
   Pending broadcast(Tensors& tensors, const c10d::BroadcastOptions& how) override {
+    begin({}, tensors);
     auto views = on_host(tensors);
     gloo->broadcast(views, how)->wait();
-    return done(tensors, c10d::OpType::BROADCAST);
+    return done({}, tensors, c10d::OpType::BROADCAST);
   }
   Pending allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& how) override {
+    begin(inputs, outputs[0]);
     std::vector<Tensors> parts{on_host(outputs[0])};
     auto views = on_host(inputs);
     gloo->allgather(parts, views, how)->wait();
-    return done(outputs[0], c10d::OpType::ALLGATHER);
+    return done(inputs, outputs[0], c10d::OpType::ALLGATHER);
   }
   Pending _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& how) override {
+    begin({input}, {output});
     std::vector<Tensors> parts{on_host(output).view({-1}).chunk(getSize())};
     Tensors views{on_host(input).view({-1})};
     gloo->allgather(parts, views, how)->wait();
-    return done({output}, c10d::OpType::_ALLGATHER_BASE);
+    return done({input}, {output}, c10d::OpType::_ALLGATHER_BASE);
   }
   Pending allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& how) override {
     for (size_t i = 0; i < outputs.size(); ++i) _allgather_base(outputs[i], inputs[i], how);
-    return done(outputs, c10d::OpType::COALESCED);
+    return done(inputs, outputs, c10d::OpType::COALESCED);
   }
   Pending reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& how) override {
+    begin(inputs[0], outputs);
     Tensors parts;
     for (const auto& each : on_host(inputs[0])) parts.push_back(each.view({-1}));
     reduce_scatter(on_host(outputs[0]), at::cat(parts), how.reduceOp);
-    return done(outputs, c10d::OpType::REDUCE_SCATTER);
+    return done(inputs[0], outputs, c10d::OpType::REDUCE_SCATTER);
   }
   Pending _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& how) override {
+    begin({input}, {output});
     reduce_scatter(on_host(output), on_host(input), how.reduceOp);
-    return done({output}, c10d::OpType::_REDUCE_SCATTER_BASE);
+    return done({input}, {output}, c10d::OpType::_REDUCE_SCATTER_BASE);
   }
   Pending reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& how) override {
     for (size_t i = 0; i < outputs.size(); ++i) _reduce_scatter_base(outputs[i], inputs[i], how);
-    return done(outputs, c10d::OpType::COALESCED);
+    return done(inputs, outputs, c10d::OpType::COALESCED);
   }
   Pending barrier(const c10d::BarrierOptions& how) override {
     gloo->barrier(how)->wait();
-    return done({}, c10d::OpType::BARRIER);
+    return done({}, {}, c10d::OpType::BARRIER);
   }
   Pending send(Tensors& tensors, int to, int tag) override {
+    begin(tensors, {});
     auto views = on_host(tensors);
     gloo->send(views, to, tag)->wait();
-    return done(tensors, c10d::OpType::SEND);
+    return done(tensors, {}, c10d::OpType::SEND);
   }
   Pending recv(Tensors& tensors, int from, int tag) override {
+    begin({}, tensors);
     auto views = on_host(tensors);
     gloo->recv(views, from, tag)->wait();
-    return done(tensors, c10d::OpType::RECV);
+    return done({}, tensors, c10d::OpType::RECV);
   }
 };
 
@@ -673,7 +860,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("peak", [](int device) { return usage[device].peak.load(); });
   m.def("reset_peak", [](int device) { device_memory.resetPeakStats(static_cast<DeviceIndex>(device)); });
   m.def("pin", &pin);
-  m.def("unpin", &unpin);
+  m.def("unpin", [](uintptr_t address) { return unpin(address, false); });
+  m.def("record", [](int device, int64_t stream) { return order::all().record(order::actor(device, stream)); });
+  m.def("wait", [](int device, int64_t stream, const order::Clock& point) { order::all().wait(order::actor(device, stream), point); });
+  m.def("host_wait", [](const order::Clock& point) { order::all().wait(order::kHost, point); });
+  m.def("host_knows", [](const order::Clock& point) { return order::all().knows(order::kHost, point); });
+  m.def("synchronize", [](int device) { synchronize(static_cast<DeviceIndex>(device)); });
+  m.def("record_stream", [](Tensor& tensor, const py::object& stream) {
+    auto on = Stream::UNSAFE;
+    auto index = stream.attr("device_index").cast<DeviceIndex>();
+    record_stream(tensor, Stream(on, Device(DeviceType::CUDA, index), stream.attr("stream_id").cast<int64_t>()));
+  });
+  m.def("check_order", [](bool checks) { order::all().checks = checks; });
+  m.def("set_wait_mode", [](int mode) { wait_mode = mode; });
+  m.def("wait_mode", [] { return wait_mode.load(); });
+  at::addGlobalCallback(at::RecordFunctionCallback(&host_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
   m.def("resize_storage", &resize_storage);
   m.def("default_generator", [](int device) {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(default_generator(static_cast<DeviceIndex>(device))));

@@ -33,6 +33,7 @@ def install(device: ModuleType, number: int, nbytes: int) -> None:
     _put(torch.cuda.streams, **_streams(device))
     _put(torch.cuda.memory, **_memory(device, nbytes))
     torch.version.cuda = torch.version.cuda or "12.9"
+    torch.Tensor.record_stream = lambda tensor, stream: device.record_stream(tensor, stream)  # type: ignore[method-assign]
     _storages(device)
     _attention()
     _process_groups(device)
@@ -77,7 +78,7 @@ def _devices(device: ModuleType, number: int, nbytes: int) -> dict[str, Any]:
     fixed: dict[str, Any] = {"is_available": True, "device_count": number, "is_initialized": True, "init": None}
     fixed |= {"_is_compiled": True, "_lazy_init": None, "_is_in_bad_fork": False, "is_current_stream_capturing": False}
     fixed |= {"get_device_capability": CAPABILITY, "get_arch_list": ["sm_89"], "is_bf16_supported": True}
-    fixed |= {"_sleep": None, "synchronize": None}
+    fixed |= {"_sleep": None}
     cudart = SimpleNamespace(
         cudaHostRegister=lambda address, size, flags: 0 if device.pin(address, size) else 712,
         cudaHostUnregister=lambda address: 0 if device.unpin(address) else 713,
@@ -86,9 +87,11 @@ def _devices(device: ModuleType, number: int, nbytes: int) -> dict[str, Any]:
     _put(torch._C, _cuda_exchangeDevice=device.exchange_device, _cuda_maybeExchangeDevice=device.exchange_device)
     _put(torch._C, _cuda_getDevice=device.device, _cuda_getDeviceCount=lambda: number, _cuda_isInBadFork=False)
     _put(torch._C, _cuda_getCurrentRawStream=device.stream)
+    _put(torch._C, _cuda_set_sync_debug_mode=device.set_wait_mode, _cuda_get_sync_debug_mode=device.wait_mode)
     return {name: _constant(value) for name, value in fixed.items()} | {
         "current_device": device.device,
         "set_device": select,
+        "synchronize": lambda given=None: device.synchronize(index(given)),
         "device": On,
         "device_of": lambda tensor: On(tensor.device if tensor.is_cuda else None),
         "_lazy_call": lambda call, **options: call(),
@@ -114,18 +117,31 @@ def _streams(device: ModuleType) -> dict[str, Any]:
     index = functools.partial(_index, device)
 
     class Event:
+        """An event; the first `query` finds that a GPU is not there yet, unless the host has waited for it."""
+
         def __init__(self, enable_timing: bool = False, **options: Any) -> None:
             self.enable_timing, self.seconds = enable_timing, 0.0
+            self.point: list[int] = []
+            self.asked = False
 
         def record(self, stream: Any = None) -> None:
-            self.seconds = time.perf_counter()
+            stream = stream or current()
+            self.seconds, self.asked = time.perf_counter(), False
+            self.point = device.record(stream.device_index, stream.stream_id)
 
         def query(self) -> bool:
+            if not (self.asked or device.host_knows(self.point)):
+                self.asked = True
+                return False
+            self.synchronize()
             return True
 
-        def wait(self, stream: Any = None) -> None: ...
+        def wait(self, stream: Any = None) -> None:
+            stream = stream or current()
+            device.wait(stream.device_index, stream.stream_id, self.point)
 
-        def synchronize(self) -> None: ...
+        def synchronize(self) -> None:
+            device.host_wait(self.point)
 
         def elapsed_time(self, end: Event) -> float:
             if not (self.enable_timing and end.enable_timing):
@@ -144,19 +160,26 @@ def _streams(device: ModuleType) -> dict[str, Any]:
             return event
 
         def query(self) -> bool:
+            self.synchronize()
             return True
 
-        def wait_event(self, event: Event) -> None: ...
+        def wait_event(self, event: Event) -> None:
+            event.wait(self)
 
-        def wait_stream(self, stream: Stream) -> None: ...
+        def wait_stream(self, stream: Stream) -> None:
+            self.wait_event(stream.record_event())
 
-        def synchronize(self) -> None: ...
+        def synchronize(self) -> None:
+            self.record_event().synchronize()
 
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Stream) and hash(self) == hash(other)
 
         def __hash__(self) -> int:
             return hash((self.device_index, self.stream_id))
+
+    def current(given: Any = None) -> Stream:
+        return Stream(index(given), number=device.stream(index(given)))
 
     class Within:
         """`torch.cuda.stream`: selects a stream and its device."""
@@ -179,7 +202,7 @@ def _streams(device: ModuleType) -> dict[str, Any]:
         "Stream": Stream,
         "StreamContext": Within,
         "stream": Within,
-        "current_stream": lambda given=None: Stream(index(given), number=device.stream(index(given))),
+        "current_stream": current,
         "default_stream": lambda given=None: Stream(index(given), number=0),
         "set_stream": lambda stream: device.exchange_stream(stream.device_index, stream.stream_id),
     }
