@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.cuda.marks import CUDA, needs_gpu
-from tests.support.gpus import DEVICE
+from tests.support.gpus import DEVICE, STAND_IN
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit
 from tests.support.tiny_networks import tiny_config
 
@@ -57,7 +57,7 @@ def counted(module: L.LightningModule, strategy: Any, **options: Any) -> list[in
     return counter.counts[3:]
 
 
-def plain_loop(strategy: Any, **options: Any) -> list[int]:
+def in_steps(strategy: Any, **options: Any) -> list[int]:
     torch.manual_seed(0)
     module = ParityModule(LanguageModel([Mlp() for _ in range(4)]), optimizer="adamw")
     module.train_dataloader = lambda: DataLoader(torch.arange(6 * 4 * 8).view(6, 1, 4, 8) % 31, batch_size=None)
@@ -75,9 +75,10 @@ def plain_loop(strategy: Any, **options: Any) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("plan", ["resident", "offload"])
-def test_the_host_never_waits_in_a_step(plan: Any, overlap: Any, options: dict[str, Any]) -> None:
-    assert plain_loop("auto", **options) == [0, 0, 0]
-    assert plain_loop(ProTrainStrategy(plan=plan, overlap_optimizer=overlap, monitor=False), **options) == [0, 0, 0]
+def test_a_step_waits_as_often_as_a_plain_one(plan: Any, overlap: Any, options: dict[str, Any]) -> None:
+    plain = in_steps("auto", **options)
+    assert in_steps(ProTrainStrategy(plan=plan, overlap_optimizer=overlap, monitor=False), **options) == plain
+    assert not STAND_IN or plain == [0, 0, 0]
 
 
 @pytest.mark.parametrize("plan", ["resident", "offload"])
