@@ -267,14 +267,12 @@ class Executor:
         """Register all device parameters of a block or, after an exception, none."""
         running = self._residency.running
         running[block] = None
-        done = False
         try:
             block.register_device_params()
-            done = True
-        finally:
-            if not done:
-                block.register_hosts()
-                del running[block]
+        except BaseException:
+            block.register_hosts()
+            del running[block]
+            raise
 
 
 class _EndOfBackward:

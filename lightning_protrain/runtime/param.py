@@ -175,20 +175,18 @@ class OffloadedParam:
         """
         if self.shadow is None:
             return self.device_param
-        with below_guard():
-            dtype, kind = self.shadow.values.dtype, self.device_param.device.type
-        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
-        if casts and not (whole and not torch.is_grad_enabled()):
+        uses = self.shadow.uses
+        if uses.is_cast and not (whole and not torch.is_grad_enabled()):
             return self.device_param
         if torch.is_grad_enabled() and self.device_param.requires_grad:
             raise RuntimeError(
-                f"{self.fqn!r} is streamed in {dtype}, because the step that was traced used it under autocast only, "
-                "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
-                "its block under autocast."
+                f"{self.fqn!r} is streamed in {uses.dtype}, because the step that was traced used it under autocast "
+                "only, and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or "
+                "call its block under autocast."
             )
         with below_guard():
             host = self.host.detach()
-        return nn.Parameter(host.to(self.device_param.device), requires_grad=False)
+        return nn.Parameter(host.to(uses.device), requires_grad=False)
 
     @property
     def owned(self) -> bool:
