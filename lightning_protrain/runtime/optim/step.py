@@ -413,16 +413,13 @@ def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
     trial._optimizer_step_pre_hooks = OrderedDict()
     trial._optimizer_step_post_hooks = OrderedDict()
     if type(optimizer) is torch.optim.Adagrad:
-        trial.state[probe] = {name: _like(value, probe) for name, value in _any_state(optimizer).items()}
+        # It makes its states in the constructor, so the probe needs a copy of any of them.
+        state: Mapping[str, Any] = next(iter(optimizer.state.values()), {})
+        trial.state[probe] = {name: _like(value, probe) for name, value in state.items()}
     with torch.no_grad():
         step(trial)
     nbytes = sum(value.nbytes for value in trial.state[probe].values() if isinstance(value, Tensor) and value.dim() > 0)
     return nbytes / probe.numel()
-
-
-def _any_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of some parameter: Adagrad creates it in its constructor, so a probe needs a copy."""
-    return next(iter(optimizer.state.values()), {})
 
 
 def _like(value: Any, probe: Tensor) -> Any:
