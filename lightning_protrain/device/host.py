@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import floor
 from pathlib import Path
@@ -306,7 +306,9 @@ class HostWorker:
         """
         if self._cores:
             assert self._pool is None, "share called after the first job"
-            self._cores = _share(self._cores, rank, ranks)
+            ordered, size = sorted(self._cores), max(len(self._cores) // ranks, 1)
+            start = rank * size % len(ordered)  # Ranks share cores if there are too few.
+            self._cores = frozenset(ordered[start : start + size])
             self.threads = step_threads(self._cores, ranks)
 
     def close(self) -> None:
@@ -341,20 +343,13 @@ def allowed_cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def worker_cores(
-    local_rank: int = 0,
-    local_ranks: int = 1,
-    node: int | None = None,
-    nodes: Path = Path("/sys/devices/system/node"),
-) -> frozenset[int]:
-    """Return the cores of this host on which a rank steps the optimizer.
+def worker_cores(node: int | None = None, nodes: Path = Path("/sys/devices/system/node")) -> frozenset[int]:
+    """Return the cores of this host that this process may use, for the worker to step the optimizer.
 
-    The cores that the process may use are divided among the ranks. `OMP_NUM_THREADS` is ignored, because torchrun sets
-    it to 1. If the NUMA node of the device is known, only its cores are used.
+    `OMP_NUM_THREADS` is ignored, because torchrun sets it to 1. If the NUMA node of the device is known, only its cores
+    are used.
 
     Args:
-        local_rank: Index of this rank on its host.
-        local_ranks: Number of ranks on this host; all are assumed to use the same NUMA node.
         node: NUMA node of the device; None or negative means unknown.
         nodes: Folder of NUMA nodes in Linux' sysfs.
     """
@@ -362,7 +357,7 @@ def worker_cores(
     listed = nodes / f"node{node}" / "cpulist"
     if node is not None and node >= 0 and listed.is_file():
         allowed = (allowed & parse_ranges(listed.read_text())) or allowed
-    return _share(allowed, local_rank, local_ranks)
+    return frozenset(allowed)
 
 
 def usable_cores() -> int:
@@ -400,13 +395,6 @@ def step_threads(cores: frozenset[int], ranks: int = 1) -> int:
         return number
     allowed = max(floor(quota / ranks), 1)
     return min(number, allowed - 1 if allowed >= 4 else allowed)
-
-
-def _share(cores: Collection[int], rank: int, ranks: int) -> frozenset[int]:
-    """Divide the cores into `ranks` equal parts and return part `rank`; ranks share cores if there are too few."""
-    ordered, size = sorted(cores), max(len(cores) // ranks, 1)
-    start = rank * size % len(ordered)
-    return frozenset(ordered[start : start + size])
 
 
 def parse_ranges(text: str) -> set[int]:
