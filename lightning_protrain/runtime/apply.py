@@ -232,8 +232,8 @@ class Runtime:
         Raises:
             RuntimeError: Backward read a weight that is not on the device, because no hook announced the read.
         """
-        if averages:
-            self._executor.grads.begin_averages()
+        if averages and (reduction := self._executor.grads.reduction) is not None:
+            reduction.begin()
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
@@ -305,7 +305,8 @@ class Runtime:
             if self._executor.swap is not None:
                 parts.callback(self._executor.swap.close)
             for chunk in self._chunks:
-                parts.callback(chunk.make_private)  # By then nothing of the chunk is page-locked.
+                if chunk.share is not None:
+                    parts.callback(chunk.share.memory.make_private)  # By then nothing of the chunk is page-locked.
             parts.callback(self._device.close)
             parts.callback(self._executor.grads.close)
             for chunk in self._chunks:
