@@ -36,6 +36,16 @@ PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
 
 
+def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a host tensor at byte `offset` of `block`, shaped and strided like `like`, with a storage of its own."""
+    dtype = dtype or like.dtype
+    empty = torch.empty(0, dtype=dtype)
+    if not like.numel():
+        return empty.new_empty(like.shape)
+    flat = torch.frombuffer(block, dtype=dtype, count=like.numel(), offset=offset)
+    return empty.set_(flat.untyped_storage(), 0, like.shape, like.stride())
+
+
 class HostMemory:
     """An allocator of page-aligned host memory in exact sizes.
 
@@ -84,11 +94,7 @@ class HostMemory:
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return an uninitialised host tensor with the shape, strides and dtype of `tensor`, which must be dense."""
-        empty = torch.empty(0, dtype=tensor.dtype)
-        if tensor.numel() == 0:
-            return empty.new_empty(tensor.shape)
-        flat = torch.frombuffer(self.empty(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
-        return empty.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
+        return in_block(self.empty(tensor.nbytes), 0, tensor)
 
     @property
     def locks(self) -> bool:

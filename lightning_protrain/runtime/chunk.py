@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import Device
-from lightning_protrain.device.host import Job
+from lightning_protrain.device.host import Job, in_block
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, chunk_offsets, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.progress import bar
@@ -44,7 +44,6 @@ from lightning_protrain.runtime.param import (
     Ownership,
     changed_before_backward,
     dense_like,
-    in_block,
     in_storage,
     refuse_changed_by_others,
 )
@@ -195,11 +194,6 @@ class Chunk:
         with below_guard():  # An access would wait for pending steps.
             shadows = [param.shadow for param in self.params if param.shadow is not None and self.share is None]
             return [shadow.host.detach() for shadow in shadows]
-
-    def make_private(self) -> None:
-        """Make shared weights private to this rank; call after `detach`, once no memory of the chunk is page-locked."""
-        if self.share is not None:
-            self.share.memory.make_private()
 
     def owner(self, param: OffloadedParam) -> int | None:
         """Return the `local_rank` that writes a parameter; None: every rank writes its own."""

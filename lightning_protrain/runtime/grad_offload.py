@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device.host import HostMemory, Job
+from lightning_protrain.device.host import HostMemory, Job, in_block
 from lightning_protrain.planner.plan import chunk_offsets, unit_bytes
 from lightning_protrain.progress import bar
 from lightning_protrain.runtime.access_guard import below_guard
@@ -53,7 +53,7 @@ from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.comm.reduce import GradReducer
 from lightning_protrain.runtime.optim.async_step import AsyncStep
-from lightning_protrain.runtime.param import OffloadedParam, in_block
+from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.residency import Residency
 from lightning_protrain.runtime.shadow import is_given_up
 from lightning_protrain.runtime.step_context import StepContext

@@ -22,16 +22,6 @@ from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.shadow import InPlaceGrad, ShadowWeight
 
 
-def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a host tensor at byte `offset` of `block`, shaped and strided like `like`, with a storage of its own."""
-    dtype = dtype or like.dtype
-    empty = torch.empty(0, dtype=dtype)
-    if not like.numel():
-        return empty.new_empty(like.shape)
-    flat = torch.frombuffer(block, dtype=dtype, count=like.numel(), offset=offset)
-    return empty.set_(flat.untyped_storage(), 0, like.shape, like.stride())
-
-
 def in_storage(storage: torch.UntypedStorage, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a tensor at byte `offset` of `storage`, a multiple of the itemsize, shaped and strided like `like`."""
     dtype = dtype or like.dtype

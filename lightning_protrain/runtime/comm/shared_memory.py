@@ -30,11 +30,11 @@ except ImportError:  # Windows, where ranks share no memory
 
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import Device
-from lightning_protrain.device.host import PAGE, HostMemory
+from lightning_protrain.device.host import PAGE, HostMemory, in_block
 from lightning_protrain.device.topology import interleave, nodes_to_fill
 from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.runtime.comm.collectives import RankMesh
-from lightning_protrain.runtime.param import dense_like, in_block
+from lightning_protrain.runtime.param import dense_like
 
 FOLDER = Path("/dev/shm")
 # Linux flag that Python does not name.
