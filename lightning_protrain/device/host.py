@@ -239,21 +239,10 @@ class Fence(Protocol):
         """Return True if the event has ended."""
 
 
-class _Order:
-    """The order in which waiting jobs run, see `HostWorker.reorder`."""
-
-    def __init__(self, jobs: Sequence[Job], waiting: Sequence[Job], after: Fence | None) -> None:
-        self._known = [*waiting, *jobs]  # Held, so that no later job gets the `id` of one of them.
-        self._places = {id(job): -1 for job in waiting} | {id(job): place for place, job in enumerate(jobs)}
-        self._after = after
-
-    def holds(self) -> bool:
-        """Return True if jobs are sorted now."""
-        return self._after is None or self._after.query()
-
-    def place(self, job: Job) -> int:
-        """Return the key by which to sort a job."""
-        return self._places.get(id(job), len(self._places))
+def place_in(jobs: Sequence[Job], waiting: Iterable[Job]) -> Callable[[Job], int]:
+    """Return the key by which waiting jobs are sorted, see `HostWorker.reorder`."""
+    places = dict.fromkeys(waiting, -1) | {job: place for place, job in enumerate(jobs)}
+    return lambda job: places.get(job, len(places))
 
 
 class HostWorker:
@@ -276,7 +265,8 @@ class HostWorker:
         self._begin = begin
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: deque[tuple[Future[object], Callable[[], object]]] = deque()
-        self._order: _Order | None = None
+        # Key by which the waiting jobs are sorted, and the event on whose end they are.
+        self._order: tuple[Callable[[Job], int], Fence | None] | None = None
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], object]) -> Job:
@@ -301,7 +291,7 @@ class HostWorker:
             after: Event on whose end the jobs are sorted; None: now.
         """
         with self._lock:
-            self._order = _Order(jobs, [job for job, _ in self._waiting], after)
+            self._order = place_in(jobs, (job for job, _ in self._waiting)), after
 
     def share(self, rank: int, ranks: int) -> None:
         """Divide the cores among the workers of several ranks; call this before the first job.
@@ -325,9 +315,9 @@ class HostWorker:
 
     def _run_next(self) -> None:
         with self._lock:
-            if self._order is not None and self._order.holds():
-                order, self._order = self._order, None
-                self._waiting = deque(sorted(self._waiting, key=lambda item: order.place(item[0])))
+            if self._order is not None and (self._order[1] is None or self._order[1].query()):
+                place, self._order = self._order[0], None
+                self._waiting = deque(sorted(self._waiting, key=lambda item: place(item[0])))
             job, work = self._waiting.popleft()
         try:
             result = work()
