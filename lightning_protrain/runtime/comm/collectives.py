@@ -176,20 +176,15 @@ class Collectives:
         # The latest collective, and its group; None: the compute stream has waited for it.
         self._latest: tuple[Any, Any] | None = None
 
-    def begin(self, flat: Tensor, owner: int | None) -> Any:
-        """Begin to sum `flat` over the ranks in place; call `end` before reading it.
-
-        Args:
-            flat: Tensor on the device, one-dimensional.
-            owner: Rank of each node that needs the sum, as `local_rank`; None: all ranks need it.
-        """
-        return self.begin_each([(flat, owner)])[0]
-
     def begin_each(self, parts: Sequence[tuple[Tensor, int | None]]) -> list[Any]:
-        """Begin to sum several tensors, each with its owner, see `begin`.
+        """Begin to sum tensors over the ranks in place; call `end` for each before reading it.
 
         All sums of the node come before those of the peers. Then all owners of a node sum with their peers at the same
         time, and no rank of the node waits for another owner's sum.
+
+        Args:
+            parts: One-dimensional tensors on the device, each with the rank of each node that needs the sum, as
+                `local_rank`; None: all ranks need it.
         """
         works = [self._begin(flat, owner) for flat, owner in parts]
         if self._host_waits or self.ranks.local_size == 1:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.device.device import Device
-from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.step_context import StepContext
@@ -265,12 +264,9 @@ class GradReducer:
         self.runs = False
 
     def _bucket(self, index: int) -> _Bucket:
-        bucket = self._filling.get(index)
-        if bucket is None:
-            bucket = self._filling[index] = self._new_bucket(self._context.chunks[index])
-        return bucket
-
-    def _new_bucket(self, chunk: Chunk) -> _Bucket:
+        if index in self._filling:
+            return self._filling[index]
+        chunk = self._context.chunks[index]
         owners: dict[int | None, list[OffloadedParam]] = {}
         for param in chunk.params:
             if param.host.requires_grad:
@@ -280,6 +276,7 @@ class GradReducer:
         for param in reversed(chunk.params):  # The order in which gradients usually arrive: each waits for its upload.
             if param.host.requires_grad:
                 self._take_older(bucket, param)
+        self._filling[index] = bucket
         return bucket
 
     def _take_older(self, bucket: _Bucket, param: OffloadedParam) -> None:
