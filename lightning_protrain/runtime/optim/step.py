@@ -24,7 +24,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from math import ceil
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ def norms_of_owners(
     parameters: Sequence[Tensor],
     shared: Collection[int],
     communicator: Collectives,
-    known: Mapping[int, Tensor] = MappingProxyType({}),
+    known: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:
     """Return the norms of all gradients that ranks of a node own, by parameter identity; every rank calls it.
 
@@ -134,20 +133,6 @@ def norms_of_owners(
             told[1, at] = 1
     communicator.sum_of_node(told)
     return {id(p): told[0, at].to(p.dtype) for at, p in enumerate(exchanged) if told[1, at]}
-
-
-def tell_overflow(found: dict[torch.device, Tensor], communicator: Collectives) -> None:
-    """Report a non-finite gradient of one rank to all ranks of the node; every rank calls it.
-
-    Args:
-        found: Flag of this rank by device, shape (1,), more than 0 if a gradient is not finite; updated in place.
-        communicator: Reaches the ranks that own gradients.
-    """
-    here = sum((flag.cpu() for flag in found.values()), torch.zeros(1))
-    anywhere = communicator.sum_of_node(here)
-    found.setdefault(torch.device("cpu"), torch.zeros(1))
-    for flag in found.values():
-        flag.copy_(anywhere[0])
 
 
 def bound_norm(
