@@ -334,11 +334,6 @@ class GradOffload:
         if self._ring is not None:
             self._all_stay.close()
 
-    def begin_averages(self) -> None:
-        """Average gradients over the ranks in the next backward, see [Note: Reduction]."""
-        if self.reduction is not None:
-            self.reduction.begin()
-
     def take(self, param: OffloadedParam) -> None:
         """Take the gradient that autograd has accumulated into a device parameter.
 
@@ -528,7 +523,9 @@ class GradOffload:
                 arrival.arrive(self._device.download(grad, arrival.target))
             hooked = bool(host._post_accumulate_grad_hooks)
         if hooked:
-            self._call_user_hooks(param)
+            self._finish_copies()
+            for hook in list((host._post_accumulate_grad_hooks or {}).values()):
+                hook(host)
         self._arrived(index, param)
 
     def _place(self, param: OffloadedParam, grad: Tensor) -> _Place:
@@ -692,11 +689,6 @@ class GradOffload:
                 host.grad = item.part + host.grad
             else:
                 host.grad.add_(item.part)
-
-    def _call_user_hooks(self, param: OffloadedParam) -> None:
-        self._finish_copies()
-        for hook in list((param.host._post_accumulate_grad_hooks or {}).values()):
-            hook(param.host)
 
     def _finish_copies(self) -> None:
         """End all downloads and sums, so that code may read a gradient during backward."""
