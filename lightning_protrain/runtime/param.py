@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.profiler.records import ModelLayout, UnitInfo
+from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.quant_state import accept_companions, has_companions, prepare_weights
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.shadow import InPlaceGrad, ShadowWeight
@@ -307,35 +307,24 @@ class QuantisedLocation(ParamLocation):
             vars(self.module).update(self._of_host if new is self.host else self._of_device)
 
 
-def make_location(module: nn.Module, name: str, param: OffloadedParam) -> ParamLocation:
-    """Return the place `module._parameters[name]` of an offloaded parameter."""
-    if has_companions(param.host):
-        param.hooks.append(accept_companions(module))
-        return QuantisedLocation(module, name, host=param.host)
-    return ParamLocation(module, name)
-
-
 def locations_of(
     model: nn.Module, layout: ModelLayout, params: dict[int, OffloadedParam]
 ) -> dict[str, list[tuple[ParamLocation, OffloadedParam]]]:
     """Return every place where an offloaded parameter is registered, by the innermost unit around it that needs it."""
-    by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
+    parameters = {unit.name: unit.parameters for unit in layout.units}
     by_owner: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for path, module in model.named_modules():
+        parts = path.split(".")
+        around = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
         for name, parameter in module._parameters.items():
             param = params.get(id(parameter))
             if param is None:
                 continue
-            owner = _innermost(path, param.fqn, by_name)
+            owner = next((unit for unit in around if param.fqn in parameters.get(unit, ())), None)
             assert owner is not None, f"{param.fqn} is registered in {path!r} outside every unit that needs it"
-            by_owner.setdefault(owner, []).append((make_location(module, name, param), param))
+            location = ParamLocation(module, name)
+            if has_companions(param.host):
+                param.hooks.append(accept_companions(module))
+                location = QuantisedLocation(module, name, host=param.host)
+            by_owner.setdefault(owner, []).append((location, param))
     return by_owner
-
-
-def _innermost(path: str, fqn: str, units: dict[str, UnitInfo]) -> str | None:
-    while True:
-        if path in units and fqn in units[path].parameters:
-            return path
-        if not path:
-            return None
-        path = path.rpartition(".")[0]
