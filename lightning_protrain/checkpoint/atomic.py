@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Collection, Iterator
 from multiprocessing.util import register_after_fork
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -233,9 +232,7 @@ class RunLock:
         self.take()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 
@@ -364,8 +361,11 @@ def sweep(root: Path, run: str, files: Files) -> list[str]:
     Raises:
         OSError: If the folder cannot be read.
     """
-    done = []
-    for entry, reserved in sorted(_remains(root, run)):
+    done, mark = [], run_mark(run)
+    for entry in sorted(os.listdir(root)):
+        reserved = parse_reserved(entry)
+        if reserved is None or reserved.run_mark != mark:
+            continue
         try:
             _clear(root, entry, reserved, run, files)
             done.append(entry)
@@ -389,14 +389,6 @@ def _clear(root: Path, entry: str, reserved: Reserved, run: str, files: Files) -
         retire(path, run, files)
     else:
         erase(path, files)
-
-
-def _remains(root: Path, run: str) -> Iterator[tuple[str, Reserved]]:
-    mark = run_mark(run)
-    for entry in os.listdir(root):
-        reserved = parse_reserved(entry)
-        if reserved is not None and reserved.run_mark == mark:
-            yield entry, reserved
 
 
 def _remove_tree(folder: Path, files: Files) -> None:
@@ -448,12 +440,6 @@ class DraftFile:
         if self._pending:
             self._put(memoryview(self._pending))
             self._pending = bytearray()
-
-    def finish(self) -> FileEntry:
-        """Finish the file and sync it."""
-        entry = self.end()
-        self._files.sync(self._descriptor)
-        return entry
 
     def end(self) -> FileEntry:
         """Finish the file without a sync."""

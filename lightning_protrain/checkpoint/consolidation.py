@@ -146,7 +146,8 @@ def write_stock(content: dict[str, Any], target: Path, files: Files, run: str = 
         try:
             file = DraftFile(files, descriptor)
             torch.save(content, file)  # type: ignore[arg-type]  # it only calls write and flush
-            file.finish()
+            file.end()
+            files.sync(descriptor)
         finally:
             files.close(descriptor)
         files.rename(staged, target)

@@ -32,16 +32,11 @@ _MOST_LETTERS = 80
 _ABSENT = object()
 
 
-def check_signature(names: Collection[str], argument: str) -> frozenset[str]:
-    """Return `names` as a set; raise ValueError if a name is not in `TERMS`.
-
-    Args:
-        names: Names to check.
-        argument: Name of the user's keyword, for the message.
-    """
+def check_drift(names: Collection[str]) -> frozenset[str]:
+    """Return the names of `allow_drift` as a set; raise ValueError if a name is not in `TERMS`."""
     unknown = sorted(set([names] if isinstance(names, str) else names) - set(TERMS))
     if isinstance(names, str) or unknown:
-        raise ValueError(f"{argument}={names!r}: give a list of {', '.join(TERMS)}.")
+        raise ValueError(f"allow_drift={names!r}: give a list of {', '.join(TERMS)}.")
     return frozenset(names)
 
 

@@ -6,7 +6,8 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +52,7 @@ class Newest:
     """
 
     chosen: FoundCheckpoint | None
-    skipped: tuple[tuple[Path, str], ...] = field(default=())
+    skipped: tuple[tuple[Path, str], ...] = ()
 
     def message(self) -> str:
         """Return a message that names the chosen checkpoint and the skipped ones."""
@@ -79,7 +80,8 @@ def find_checkpoints(root: Path, run: str | None = None) -> Listing:
             continue
         if run is None or manifest.run == run:
             by_identity.setdefault(manifest.identity, FoundCheckpoint(path, manifest))
-    ordered = sorted(by_identity.values(), key=lambda checkpoint: _order(checkpoint.manifest), reverse=True)
+    order = attrgetter("manifest.sequence", "manifest.step", "manifest.identity")
+    ordered = sorted(by_identity.values(), key=order, reverse=True)
     return Listing(tuple(ordered), tuple(broken))
 
 
@@ -153,10 +155,6 @@ def resolve(target: Path) -> Path:
     raise FileNotFoundError(f"There is no checkpoint {target}.")
 
 
-def _order(manifest: Manifest) -> tuple[int, int, str]:
-    return manifest.sequence, manifest.step, manifest.identity
-
-
 def _folders(root: Path, run: str | None) -> Iterator[Path]:
     if not root.is_dir():
         return
@@ -172,7 +170,7 @@ def _folders(root: Path, run: str | None) -> Iterator[Path]:
             yield root / name
 
 
-def _describe(skipped: list[tuple[Path, str]] | tuple[tuple[Path, str], ...]) -> str:
+def _describe(skipped: Sequence[tuple[Path, str]]) -> str:
     lines = "\n".join(f"  {path.name}: {what}" for path, what in skipped)
     return lines if len(lines) <= _ROOM else lines[:_ROOM] + " ..."
 
@@ -252,16 +250,11 @@ class Ranking:
         bests = self._bests(line)
         best = bests[-1] if bests else None
         stay = {line[0].manifest.identity, *protected, *([] if best is None else [best.manifest.identity])}
-        sign = 1 if self.mode == "min" else -1
-        scores = [(checkpoint, self.score_of(checkpoint.manifest)) for checkpoint in line]
-        if self.monitor is None:
-            ranked = list(line)
-        else:
-            scored = [
-                (sign * score, checkpoint.manifest.sequence, checkpoint)
-                for checkpoint, score in scores
-                if score is not None
-            ]
+        ranked = list(line)
+        if self.monitor is not None:
+            sign = 1 if self.mode == "min" else -1
+            scores = ((self.score_of(checkpoint.manifest), checkpoint) for checkpoint in line)
+            scored = [(sign * score, at.manifest.sequence, at) for score, at in scores if score is not None]
             ranked = [checkpoint for _, _, checkpoint in sorted(scored, key=lambda entry: entry[:2])]
         stay |= {checkpoint.manifest.identity for checkpoint in ranked[:keep]}
         while self.best([checkpoint for checkpoint in line if checkpoint.manifest.identity in stay]) is not best:

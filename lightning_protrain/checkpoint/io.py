@@ -110,7 +110,7 @@ class ProTrainCheckpointIO(CheckpointIO):
         check_name(target.name)
         target.parent.mkdir(parents=True, exist_ok=True)
         self.writer.join()
-        with self._lock(target.parent):
+        with nullcontext() if target.parent in self._locks else RunLock(target.parent, self.run):
             cleared = sweep(target.parent, self.run, self.files)
             if cleared:
                 rank_zero_info(f"Removed files of an interrupted save in {target.parent}: {', '.join(cleared)}")
@@ -234,9 +234,6 @@ class ProTrainCheckpointIO(CheckpointIO):
             )
             return False
         return True
-
-    def _lock(self, root: Path) -> AbstractContextManager[object]:
-        return nullcontext() if root in self._locks else RunLock(root, self.run)
 
 
 def folder_reader(path: Path, own: CheckpointIO) -> CheckpointIO | None:

@@ -25,6 +25,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
@@ -233,18 +234,8 @@ class Manifest:
 
     def to_text(self) -> str:
         """Return the manifest as JSON text, signed with a digest; equal manifests have equal texts."""
-        content = {
-            "kind": KIND,
-            "format": FORMAT,
-            "run": self.run,
-            "step": self.step,
-            "sequence": self.sequence,
-            "identity": self.identity,
-            "world_size": self.world_size,
-            "record": self.record,
-            "files": {name: [entry.size, entry.digest] for name, entry in self.files.items()},
-        }
-        return _sign(content)
+        files = {name: [entry.size, entry.digest] for name, entry in self.files.items()}
+        return _sign({**vars(self), "kind": KIND, "format": FORMAT, "files": files})
 
     @staticmethod
     def from_text(data: bytes) -> Manifest:
@@ -286,7 +277,7 @@ def is_remains(folder: Path) -> bool:
 
 
 def _sign(content: Mapping[str, Any]) -> str:
-    dump: Callable[[Any], str] = lambda what: json.dumps(what, sort_keys=True, indent=1, allow_nan=False)  # noqa: E731
+    dump = partial(json.dumps, sort_keys=True, indent=1, allow_nan=False)
     digest = hashlib.sha256(dump(content).encode()).hexdigest()
     return dump({**content, "digest": digest}) + "\n"
 

@@ -20,22 +20,20 @@ import torch
 
 def capture(device: torch.device) -> dict[str, Any]:
     """Return the states of the global random generators of Python, NumPy, and torch on the host and on this device."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (the global generator)
     state: dict[str, Any] = {
         "python": random.getstate(),
-        # weights_only=True does not load arrays.
-        "numpy": (
-            kind,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ),
+        "numpy": _without_arrays(np.random.get_state()),  # noqa: NPY002  (the global generator)
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
+
+
+def _without_arrays(state: Any) -> tuple[Any, ...]:
+    """Return a state of NumPy as weights_only=True loads it."""
+    kind, keys, position, has_gauss, gauss = state
+    return kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)
 
 
 def restore(state: dict[str, Any], device: torch.device) -> list[str]:
@@ -73,10 +71,9 @@ def derive_state(state: dict[str, Any], number: int, device: torch.device) -> di
     """
     source = state["torch"].cpu().numpy().tobytes() + number.to_bytes(8, "little")
     seed = int.from_bytes(hashlib.sha256(source).digest()[:8], "little") >> 1
-    kind, keys, position, has_gauss, gauss = np.random.RandomState(seed % (1 << 32)).get_state()
     new: dict[str, Any] = {
         "python": random.Random(seed).getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "numpy": _without_arrays(np.random.RandomState(seed % (1 << 32)).get_state()),
         "torch": torch.Generator().manual_seed(seed).get_state(),
     }
     if device.type != "cpu":

@@ -93,13 +93,8 @@ def verify_files(folder: Path, manifest: Manifest, only: Collection[str] | None 
             what = _compare(folder / name, entry, progress.update)
             if what is not None:
                 faults.append(Fault(name, what))
-    for name in sorted(only or ()):
-        if name not in manifest.files:
-            faults.append(Fault(name, "the manifest does not list it"))
-    if only is None:
-        surplus = sorted(set(os.listdir(folder)) - set(manifest.files) - {MANIFEST})
-        faults += [Fault(name, "the manifest does not list it") for name in surplus]
-    return faults
+    names = set(os.listdir(folder)) - {MANIFEST} if only is None else set(only)
+    return faults + [Fault(name, "the manifest does not list it") for name in sorted(names - manifest.files.keys())]
 
 
 def _compare(path: Path, entry: FileEntry, tell: Callable[[int], object] = lambda _: None) -> str | None:

@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import floor
 from pathlib import Path
@@ -34,6 +34,16 @@ from lightning_protrain.cgroup_limits import cpu_quota
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
+
+
+def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a host tensor at byte `offset` of `block`, shaped and strided like `like`, with a storage of its own."""
+    dtype = dtype or like.dtype
+    empty = torch.empty(0, dtype=dtype)
+    if not like.numel():
+        return empty.new_empty(like.shape)
+    flat = torch.frombuffer(block, dtype=dtype, count=like.numel(), offset=offset)
+    return empty.set_(flat.untyped_storage(), 0, like.shape, like.stride())
 
 
 class HostMemory:
@@ -84,11 +94,7 @@ class HostMemory:
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Return an uninitialised host tensor with the shape, strides and dtype of `tensor`, which must be dense."""
-        empty = torch.empty(0, dtype=tensor.dtype)
-        if tensor.numel() == 0:
-            return empty.new_empty(tensor.shape)
-        flat = torch.frombuffer(self.empty(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())
-        return empty.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
+        return in_block(self.empty(tensor.nbytes), 0, tensor)
 
     @property
     def locks(self) -> bool:
@@ -233,21 +239,10 @@ class Fence(Protocol):
         """Return True if the event has ended."""
 
 
-class _Order:
-    """The order in which waiting jobs run, see `HostWorker.reorder`."""
-
-    def __init__(self, jobs: Sequence[Job], waiting: Sequence[Job], after: Fence | None) -> None:
-        self._known = [*waiting, *jobs]  # Held, so that no later job gets the `id` of one of them.
-        self._places = {id(job): -1 for job in waiting} | {id(job): place for place, job in enumerate(jobs)}
-        self._after = after
-
-    def holds(self) -> bool:
-        """Return True if jobs are sorted now."""
-        return self._after is None or self._after.query()
-
-    def place(self, job: Job) -> int:
-        """Return the key by which to sort a job."""
-        return self._places.get(id(job), len(self._places))
+def place_in(jobs: Sequence[Job], waiting: Iterable[Job]) -> Callable[[Job], int]:
+    """Return the key by which waiting jobs are sorted, see `HostWorker.reorder`."""
+    places = dict.fromkeys(waiting, -1) | {job: place for place, job in enumerate(jobs)}
+    return lambda job: places.get(job, len(places))
 
 
 class HostWorker:
@@ -270,7 +265,8 @@ class HostWorker:
         self._begin = begin
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: deque[tuple[Future[object], Callable[[], object]]] = deque()
-        self._order: _Order | None = None
+        # Key by which the waiting jobs are sorted, and the event on whose end they are.
+        self._order: tuple[Callable[[Job], int], Fence | None] | None = None
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], object]) -> Job:
@@ -295,7 +291,7 @@ class HostWorker:
             after: Event on whose end the jobs are sorted; None: now.
         """
         with self._lock:
-            self._order = _Order(jobs, [job for job, _ in self._waiting], after)
+            self._order = place_in(jobs, (job for job, _ in self._waiting)), after
 
     def share(self, rank: int, ranks: int) -> None:
         """Divide the cores among the workers of several ranks; call this before the first job.
@@ -306,7 +302,9 @@ class HostWorker:
         """
         if self._cores:
             assert self._pool is None, "share called after the first job"
-            self._cores = _share(self._cores, rank, ranks)
+            ordered, size = sorted(self._cores), max(len(self._cores) // ranks, 1)
+            start = rank * size % len(ordered)  # Ranks share cores if there are too few.
+            self._cores = frozenset(ordered[start : start + size])
             self.threads = step_threads(self._cores, ranks)
 
     def close(self) -> None:
@@ -317,9 +315,9 @@ class HostWorker:
 
     def _run_next(self) -> None:
         with self._lock:
-            if self._order is not None and self._order.holds():
-                order, self._order = self._order, None
-                self._waiting = deque(sorted(self._waiting, key=lambda item: order.place(item[0])))
+            if self._order is not None and (self._order[1] is None or self._order[1].query()):
+                place, self._order = self._order[0], None
+                self._waiting = deque(sorted(self._waiting, key=lambda item: place(item[0])))
             job, work = self._waiting.popleft()
         try:
             result = work()
@@ -341,20 +339,13 @@ def allowed_cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def worker_cores(
-    local_rank: int = 0,
-    local_ranks: int = 1,
-    node: int | None = None,
-    nodes: Path = Path("/sys/devices/system/node"),
-) -> frozenset[int]:
-    """Return the cores of this host on which a rank steps the optimizer.
+def worker_cores(node: int | None = None, nodes: Path = Path("/sys/devices/system/node")) -> frozenset[int]:
+    """Return the cores of this host that this process may use, for the worker to step the optimizer.
 
-    The cores that the process may use are divided among the ranks. `OMP_NUM_THREADS` is ignored, because torchrun sets
-    it to 1. If the NUMA node of the device is known, only its cores are used.
+    `OMP_NUM_THREADS` is ignored, because torchrun sets it to 1. If the NUMA node of the device is known, only its cores
+    are used.
 
     Args:
-        local_rank: Index of this rank on its host.
-        local_ranks: Number of ranks on this host; all are assumed to use the same NUMA node.
         node: NUMA node of the device; None or negative means unknown.
         nodes: Folder of NUMA nodes in Linux' sysfs.
     """
@@ -362,7 +353,7 @@ def worker_cores(
     listed = nodes / f"node{node}" / "cpulist"
     if node is not None and node >= 0 and listed.is_file():
         allowed = (allowed & parse_ranges(listed.read_text())) or allowed
-    return _share(allowed, local_rank, local_ranks)
+    return frozenset(allowed)
 
 
 def usable_cores() -> int:
@@ -400,13 +391,6 @@ def step_threads(cores: frozenset[int], ranks: int = 1) -> int:
         return number
     allowed = max(floor(quota / ranks), 1)
     return min(number, allowed - 1 if allowed >= 4 else allowed)
-
-
-def _share(cores: Collection[int], rank: int, ranks: int) -> frozenset[int]:
-    """Divide the cores into `ranks` equal parts and return part `rank`; ranks share cores if there are too few."""
-    ordered, size = sorted(cores), max(len(cores) // ranks, 1)
-    start = rank * size % len(ordered)
-    return frozenset(ordered[start : start + size])
 
 
 def parse_ranges(text: str) -> set[int]:

@@ -247,7 +247,12 @@ def peers_found(
     if device.type != "cuda" or world_size == 1 or dist.is_initialized():
         yield PeerAccess("unknown")
         return
-    store = meeting_store(meeting.main_address, meeting.main_port, rank, world_size, timeout)
+    address, limit = meeting.main_address, timeout or default_pg_timeout
+    host = f"[{address}]" if ":" in address else address
+    url = f"tcp://{host}:{meeting.main_port}?rank={rank}&world_size={world_size}"
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous(url, timeout=limit))
+    store.set_timeout(limit)
     yield find_peers(store, rank, world_size, device, devices or (), os.environ)
     del store  # Keep it until here: other ranks may still read it, and the process group uses its port.
 
@@ -344,26 +349,6 @@ def agree(store: dist.Store, rank: int, world_size: int, report: PeerReport) -> 
     decision = json.loads(_get(store, f"{_KEY}/decision", 0))
     problems, settings = tuple(decision["problems"]), tuple((number, value) for number, value in decision["settings"])
     return PeerAccess(decision["link"], decision["switched_off"], problems, settings)
-
-
-def meeting_store(
-    address: str, port: int, rank: int, world_size: int, timeout: timedelta | None = default_pg_timeout
-) -> dist.Store:
-    """Connect all ranks to a store and return it.
-
-    Args:
-        address: Host of rank 0, as in `MASTER_ADDR`.
-        port: Port of rank 0, as in `MASTER_PORT`. A process group can use the same port while the store exists.
-        rank: Global rank.
-        world_size: Number of ranks.
-        timeout: Limit for connecting and for each read; None means PyTorch's default.
-    """
-    host = f"[{address}]" if ":" in address else address
-    url = f"tcp://{host}:{port}?rank={rank}&world_size={world_size}"
-    store: dist.Store
-    store, _, _ = next(dist.rendezvous(url, timeout=timeout or default_pg_timeout))
-    store.set_timeout(timeout or default_pg_timeout)
-    return store
 
 
 def _get(store: dist.Store, key: str, rank: int) -> str:

@@ -8,8 +8,8 @@ tensor at the end of backward instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -181,14 +181,9 @@ def broadcast_weights(tensors: Sequence[Tensor], group: Any = None) -> None:
                 tensor.detach().copy_(dense)
 
 
-@contextmanager
-def without_sync(model: nn.Module | None) -> Iterator[None]:
-    """Disable the averaging of gradients by DDP within this context."""
-    if isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-    else:
-        yield
+def without_sync(model: nn.Module | None) -> AbstractContextManager[None]:
+    """Return a context without the averaging of gradients by DDP."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def _has_towers(model: nn.Module) -> bool:

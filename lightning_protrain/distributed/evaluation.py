@@ -84,10 +84,6 @@ def each_once(loader: Any, trainer: Trainer) -> Any:
 class _Together:
     """A data fetcher that yields batches until no rank has further batches.
 
-    Args:
-        fetcher: Fetcher of this rank's batches.
-        ranks: The ranks.
-
     Attributes:
         attends: True if this rank only attends the last yielded batch.
     """
@@ -160,12 +156,7 @@ def evaluate_each_once(trainer: Trainer, together: RankMesh | None, patches: Exi
 
 
 class _EvaluationStep:
-    """The step of an evaluation loop, which drops the results of attended batches.
-
-    Args:
-        loop: Loop of the evaluation.
-        own: The loop's step without this patch.
-    """
+    """The step of an evaluation loop, around the loop's own, which drops the results of attended batches."""
 
     def __init__(self, loop: Any, own: Any) -> None:
         self._loop, self._own = loop, own

@@ -32,10 +32,8 @@ class _Loss:
     """A loss that is being copied to the host.
 
     Attributes:
-        value: Target of the copy.
         arrived: Event after the copy; None if the loss is on the host.
         number: Number of the batch in the fit.
-        batch: Description of the batch, for messages.
     """
 
     value: Tensor

@@ -42,7 +42,6 @@ class _TensorPlace(NamedTuple):
     """A tensor of a model.
 
     Attributes:
-        name: Fully qualified name.
         tensor: A parameter, a buffer, or a tensor in a module's attribute.
         put: Function that replaces the tensor in its module; None for a parameter, which is not replaced.
     """
@@ -205,8 +204,7 @@ def send_values(
         if fqn in made and fqn in names.resident and not has_companions(parameter) and device.type != "cpu":
             parameter.data = parameter.detach().to(device)
     broadcast_weights([buffer for name, buffer in model.named_buffers() if name not in names.own])
-    others = [place for place in _places(model) if place.name in waiting and place.put is not None]
-    broadcast_weights([place.tensor for place in others])
+    send_attributes(model, waiting)
 
 
 def send_attributes(model: nn.Module, waiting: Collection[str]) -> None:

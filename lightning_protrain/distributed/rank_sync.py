@@ -331,12 +331,7 @@ class RankSync:
             self._stop_if(self.losses.why_not_to_save(checkpoint, trained), "a checkpoint")
 
     def _stop_if(self, why: str, place: str) -> None:
-        """Raise ValueError on all ranks if one of them has a reason to stop.
-
-        Args:
-            why: This rank's reason, or an empty text.
-            place: Name of the point at which the ranks meet.
-        """
+        """Raise ValueError on all ranks if one of them has a reason to stop; it is empty on the others."""
         if self.meet(place, bool(why)):
             raise ValueError(why or "The loss or a trained weight of another rank is not finite. Training stops.")
 
@@ -456,23 +451,14 @@ def refuse_others(
     Raises:
         ValueError: If a rank differs from rank 0; raised on all ranks.
     """
-    refuse_differences(describe_rank(device_type, precision, choice))
+    plan = choice if isinstance(choice, str) else hashlib.sha256(choice.to_json().encode()).hexdigest()[:12]
+    facts = {"versions": _versions(), "device types": device_type, "precisions": precision, "choices of a plan": plan}
+    refuse_differences(facts)
     kinds = {True: "trained", False: "frozen"}
     refuse_other_models(
         {info.fqn: f"{info.dtype}{list(info.shape)}, {kinds[info.trainable]}" for info in layout.parameters}
     )
     refuse_differences({"optimizers": "; ".join(map(_describe_optimizer, optimizers)) or "none"})
-
-
-def describe_rank(device_type: str, precision: str, choice: Plan | str = "auto") -> dict[str, str]:
-    """Return the settings that must be equal on all ranks, by the plural of their name."""
-    plan = choice if isinstance(choice, str) else hashlib.sha256(choice.to_json().encode()).hexdigest()[:12]
-    return {
-        "versions": _versions(),
-        "device types": device_type,
-        "precisions": precision,
-        "choices of a plan": plan,
-    }
 
 
 def _describe_optimizer(optimizer: Optimizer) -> str:

@@ -85,11 +85,7 @@ class AccessGuard:
     def close(self) -> None:
         """Stop watching every parameter, and forget `finish`, whose owner may own this guard."""
         self.unwatch([watched.parameter for watched in self.register.watched.values()])
-        self.finish = _accessed
-
-
-def _accessed(parameters: Sequence[Tensor]) -> None:
-    """Do nothing: a closed guard watches no parameter."""
+        self.finish = lambda _: None  # It watches no parameter.
 
 
 @dataclass(eq=False, slots=True)

@@ -232,15 +232,19 @@ class Runtime:
         Raises:
             RuntimeError: Backward read a weight that is not on the device, because no hook announced the read.
         """
-        if averages:
-            self._executor.grads.begin_averages()
+        if averages and (reduction := self._executor.grads.reduction) is not None:
+            reduction.begin()
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         except RuntimeError as error:
-            if (explained := explain_missing_weight(error)) is error:
+            if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
                 raise
-            raise explained from error
+            raise RuntimeError(
+                "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take "
+                "part in the loss (values handed out some other way), or backward runs through a backward. Return the "
+                "values from the block, or make it resident (`num_persistent_chunks`)."
+            ) from error
         self._executor.end_backward()
 
     @property
@@ -296,12 +300,13 @@ class Runtime:
         is raised with the earlier ones as its context.
         """
         with ExitStack() as parts:  # Callbacks run from the last to the first, even if some raise.
-            parts.callback(self._forget_chunks)
+            parts.callback(setattr, self, "_chunks", ())
             parts.callback(self._executor.direct.close)
             if self._executor.swap is not None:
                 parts.callback(self._executor.swap.close)
             for chunk in self._chunks:
-                parts.callback(chunk.make_private)  # By then nothing of the chunk is page-locked.
+                if chunk.share is not None:
+                    parts.callback(chunk.share.memory.make_private)  # By then nothing of the chunk is page-locked.
             parts.callback(self._device.close)
             parts.callback(self._executor.grads.close)
             for chunk in self._chunks:
@@ -309,9 +314,6 @@ class Runtime:
             parts.callback(self._interceptions.remove)
             parts.callback(self.async_step.close)
             parts.callback(self.reset)
-
-    def _forget_chunks(self) -> None:
-        self._chunks = ()
 
     def _with_root(self, root: Block, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         executor = self._executor
@@ -326,17 +328,6 @@ class Runtime:
         if number is not None:
             hook_outputs(outputs, received, BlockCall(root, number, executor.context.num_calls), executor, self._watch)
         return outputs
-
-
-def explain_missing_weight(error: RuntimeError) -> RuntimeError:
-    """Return an error that says what to do if backward read a weight that is not on the device, else `error`."""
-    if not any(sign in str(error) for sign in ("data is not allocated yet", "storage of size 0")):
-        return error
-    return RuntimeError(
-        "Backward needed a weight that is not on the device: it belongs to a block none of whose outputs take part in "
-        "the loss (values handed out some other way), or backward runs through a backward. Return the values from the "
-        "block, or make it resident (`num_persistent_chunks`)."
-    )
 
 
 def refuse_meta(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_protrain.device.device import Device
-from lightning_protrain.device.host import Job
+from lightning_protrain.device.host import Job, in_block
 from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, chunk_offsets, gathers_gradients
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.progress import bar
@@ -44,7 +44,6 @@ from lightning_protrain.runtime.param import (
     Ownership,
     changed_before_backward,
     dense_like,
-    in_block,
     in_storage,
     refuse_changed_by_others,
 )
@@ -74,6 +73,7 @@ class Chunk:
         prefetched: Whether the chunk was fetched ahead and no block has used it since.
         nbytes: Size of the chunk as it is streamed, bytes.
         params: The parameters, in the order of `plan.parameters`.
+        source: Host memory that is streamed, shape (nbytes,), uint8.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Chunk:
         gathers_gradients: bool = False,
     ) -> None:
         self.plan = plan
-        self._share = share
+        self.share = share
         self.state = ChunkState.HOST
         self.prefetched = False
         self.gathers_gradients = gathers_gradients
@@ -99,7 +99,7 @@ class Chunk:
         offsets, self.nbytes = chunk_offsets(sizes)
         assert self.nbytes == plan.nbytes, f"chunk of {plan.unit!r} has {self.nbytes} bytes, planned {plan.nbytes}"
         self._buffer = (device.host if share is None else share.memory).empty(self.nbytes)
-        self._source = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.nbytes]
+        self.source = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self.nbytes]
         self._storage = torch.UntypedStorage(self.nbytes, device=device.torch_device)
         self._target = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
@@ -128,10 +128,9 @@ class Chunk:
                     if host.data_ptr() != param.pointer:
                         self._rebind(param)
                     param.read_version = param.version
-            if self._low_dtype is not None:
-                self._renew_copies()
+            self.renew_copies()
         self._device.resize(self._storage, self.nbytes)
-        self._fence = self._latest = self._device.upload(self._source, self._target, after)
+        self._fence = self._latest = self._device.upload(self.source, self._target, after)
         self.state = ChunkState.IN_FLIGHT
         self._device.counters.uploads += 1
         self._device.counters.add_live(self.nbytes)
@@ -154,7 +153,7 @@ class Chunk:
                     changed.append(param)
                 if repointed or version != param.read_version:
                     outdated = True
-        if self._share is not None and changed:
+        if self.share is not None and changed:
             refuse_changed_by_others(changed)
         if changed and in_backward:
             raise changed_before_backward(changed[0])
@@ -190,56 +189,34 @@ class Chunk:
         self.state = ChunkState.HOST
         self._device.counters.add_live(-self.nbytes)
 
-    @property
-    def source(self) -> Tensor:
-        """Host memory that is streamed, shape (nbytes,), uint8."""
-        return self._source
-
     def masters(self) -> list[Tensor]:
         """Return the full-precision weights of shadow copies; none if the ranks of the node share them."""
         with below_guard():  # An access would wait for pending steps.
-            shadows = [param.shadow for param in self.params if param.shadow is not None and self._share is None]
+            shadows = [param.shadow for param in self.params if param.shadow is not None and self.share is None]
             return [shadow.host.detach() for shadow in shadows]
-
-    @property
-    def share(self) -> Share | None:
-        """View of this rank on a chunk that the ranks of its node share; None: the rank has a copy of its own."""
-        return self._share
-
-    def make_private(self) -> None:
-        """Make shared weights private to this rank; call after `detach`, once no memory of the chunk is page-locked."""
-        if self._share is not None:
-            self._share.memory.make_private()
 
     def owner(self, param: OffloadedParam) -> int | None:
         """Return the `local_rank` that writes a parameter; None: every rank writes its own."""
-        return None if self._share is None else self._share.owners[self.params.index(param)]
-
-    def publish(self) -> None:
-        """Renew this rank's shadow copies after an optimizer step; all ranks of the node read them."""
-        if self._low_dtype is not None:
-            self._renew_copies()
+        return None if self.share is None else self.share.owners[self.params.index(param)]
 
     def _arrive(self) -> None:
         """Make the compute stream wait for the upload."""
         self._device.wait(self._fence)
         self._fence = None
 
-    def _land_latest(self) -> None:
-        """Wait on the host for the latest upload, which may still read memory that is about to be written."""
-        self._device.wait_host(self._latest)
-
     def _looking(self) -> AbstractContextManager[None]:
         """Return a context in which reading weights does not invalidate shadow copies, if the chunk has any."""
         return nullcontext() if self._low_dtype is None else below_guard()
 
-    def _renew_copies(self) -> None:
-        """Cast the weights whose shadow copies are not current."""
+    def renew_copies(self) -> None:
+        """Cast the weights whose shadow copies are not current, before a fetch or after an optimizer step."""
+        if self._low_dtype is None:
+            return
         with below_guard():
             shadows = [param.shadow for param in self.params if param.shadow is not None]
             outdated = [shadow for shadow in shadows if not shadow.is_current]
             if outdated:
-                self._land_latest()
+                self._device.wait_host(self._latest)  # It may still read memory that is about to be written.
             for shadow in outdated:
                 shadow.renew()
 
@@ -259,7 +236,7 @@ class Chunk:
             ]
         for param in changed:
             left = param.device_param.numel() and param.device_param.data_ptr() != start + param.offset
-            if self._share is not None:
+            if self.share is not None:
                 raise RuntimeError(
                     f"{param.fqn!r} was changed in a forward, and the ranks of this node share it: each rank would "
                     "change it in its own way. Make its chunk resident (`num_persistent_chunks`), or set "
@@ -294,7 +271,7 @@ class Chunk:
                 param.shadow.forget_gradient()
                 param.shadow.values = torch.empty(0, dtype=param.shadow.values.dtype)
         self.release()
-        self._buffer, self._source = memoryview(b""), torch.empty(0, dtype=torch.uint8)
+        self._buffer, self.source = memoryview(b""), torch.empty(0, dtype=torch.uint8)
 
     def _make_param(self, fqn: str, host: nn.Parameter, offset: int) -> OffloadedParam:
         whole = in_storage(self._storage, offset, dense_like(host), self._low_dtype or host.dtype)
@@ -305,17 +282,17 @@ class Chunk:
         param = OffloadedParam(
             fqn, host, device_param, offset, seen_version=host._version, device_version=device_param._version
         )
-        if self._share is not None:
-            param.ownership = Ownership(self._share.owns(self.plan.parameters.index(fqn)))
+        if self.share is not None:
+            param.ownership = Ownership(self.share.owns(self.plan.parameters.index(fqn)))
         if self._low_dtype is None:
-            self._adopt(param, self._share is None or self._share.memory.fills)
+            self._adopt(param, self.share is None or self.share.memory.fills)
             attach_companions(host, device_param, lambda begin, like: in_storage(self._storage, offset + begin, like))
         else:
             device_param.uses = uses = ParamUses(fqn, host, whole.device, whole.dtype)
             values = in_block(self._buffer, offset, whole, self._low_dtype)
             param.shadow = ShadowWeight(host, values, uses, param.owned)
-            if self._share is not None:
-                self._share.memory.adopt(host)
+            if self.share is not None:
+                self.share.memory.adopt(host)
             param.pointer = host.data_ptr()
             self._device.note_host(host)
         return param
@@ -354,7 +331,7 @@ class Chunk:
             param.pointer, param.seen_version = host.data_ptr(), -1
             self._device.note_host(host)
             return
-        self._land_latest()
+        self._device.wait_host(self._latest)
         with torch.inference_mode(False):  # The new data outlives an evaluation that runs now.
             self._adopt(param)
         param.seen_version = -1  # The values are new, although the version has not moved.

@@ -35,12 +35,9 @@ class Executor:
         communicator: Averages gradients over ranks; None: a single rank.
 
     Attributes:
-        context: State of the present step.
         root: Block of the offloaded parameters that the root module itself holds; None: it holds none.
         grads: Downloads gradients to the host.
-        async_step: Steps offloaded chunks.
         direct: Lets the model read weights without calling their module; none unless added.
-        swap: Swaps activations of blocks; None: no block swaps.
     """
 
     def __init__(
@@ -267,22 +264,16 @@ class Executor:
         """Register all device parameters of a block or, after an exception, none."""
         running = self._residency.running
         running[block] = None
-        done = False
         try:
             block.register_device_params()
-            done = True
-        finally:
-            if not done:
-                block.register_hosts()
-                del running[block]
+        except BaseException:
+            block.register_hosts()
+            del running[block]
+            raise
 
 
 class _EndOfBackward:
-    """A callback for the end of a backward: autograd calls it, or drops it without a call if the backward has failed.
-
-    Args:
-        executor: Executor whose `end_backward` is called at the end, or `give_up_backward` after a failure.
-    """
+    """A callback for the end of a backward; autograd drops it without a call if the backward has failed."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor: Executor | None = executor

@@ -34,7 +34,6 @@ its first step already runs behind backward.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +45,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.device.host import HostMemory, Job
+from lightning_protrain.device.host import HostMemory, Job, in_block
 from lightning_protrain.planner.plan import chunk_offsets, unit_bytes
 from lightning_protrain.progress import bar
 from lightning_protrain.runtime.access_guard import below_guard
@@ -183,11 +182,7 @@ class GradientMemory:
         kind = _NUMPY_TYPES.get(gradient.dtype)
         if kind is not None and gradient.is_contiguous():
             return torch.from_numpy(np.ndarray(gradient.shape, kind, block, offset))
-        empty = torch.empty(0, dtype=gradient.dtype)
-        if gradient.numel() == 0:
-            return empty.new_empty(gradient.shape)
-        flat = torch.frombuffer(block, dtype=gradient.dtype, count=gradient.numel(), offset=offset)
-        return empty.set_(flat.untyped_storage(), 0, gradient.shape, gradient.stride())
+        return in_block(block.data, offset, gradient)
 
     @property
     def has_block(self) -> bool:
@@ -339,11 +334,6 @@ class GradOffload:
         if self._ring is not None:
             self._all_stay.close()
 
-    def begin_averages(self) -> None:
-        """Average gradients over the ranks in the next backward, see [Note: Reduction]."""
-        if self.reduction is not None:
-            self.reduction.begin()
-
     def take(self, param: OffloadedParam) -> None:
         """Take the gradient that autograd has accumulated into a device parameter.
 
@@ -376,7 +366,7 @@ class GradOffload:
             if index in self._gathered and not hooked and not grad.is_sparse:
                 self._keep(index, param, grad)
             else:
-                self._receive(param, grad, param.host)
+                self._receive(param, grad)
 
     def before_direct_gradient(self, param: OffloadedParam) -> None:
         """Prepare for a gradient that autograd accumulates into the host parameter, see [Note: Direct use].
@@ -460,7 +450,7 @@ class GradOffload:
         self._receive_all(reduction.finish())
 
     def _receive_all(self, averages: Iterable[tuple[OffloadedParam, Tensor]]) -> None:
-        for param, average in averages:
+        for param, average in averages:  # In a function of its own: its end frees the last average.
             self._receive(param, average)
 
     def _keep(self, index: int, param: OffloadedParam, grad: Tensor) -> None:
@@ -476,7 +466,7 @@ class GradOffload:
         gradients, self._kept = self._kept, {}
         if not gradients or not self._send_together(gradients):
             for param, grad in gradients.items():
-                self._receive(param, grad, param.host)
+                self._receive(param, grad)
 
     def _send_together(self, gradients: dict[OffloadedParam, Tensor]) -> bool:
         """Download all gradients of a chunk, in one transfer if they go to one block; return False if some are missing.
@@ -486,13 +476,12 @@ class GradOffload:
         index, _ = self._places[next(iter(gradients))]
         params = self._chunks[index].params
         with below_guard():
-            hosts = [param.host for param in params]
-            if len(gradients) < len(params) or any(is_given_up(host.grad) for host in hosts):
+            if len(gradients) < len(params) or any(is_given_up(param.host.grad) for param in params):
                 return False
             self._make_room(index)
             for memory in (self._home(index), self._waits[index]):
                 memory.begin()
-            places = [self._place(param, gradients[param], host) for param, host in zip(params, hosts, strict=True)]
+            places = [self._place(param, gradients[param]) for param in params]
             block = places[0].block
             together = all(place.block is block for place in places)
             if together:
@@ -516,9 +505,9 @@ class GradOffload:
             self._arrived(index, param)
         return True
 
-    def _receive(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter | None = None) -> None:
+    def _receive(self, param: OffloadedParam, grad: Tensor) -> None:
         """Download a gradient of this rank, or an average over ranks, into `host.grad`."""
-        host, (index, _) = param.host if host is None else host, self._places[param]
+        host, (index, _) = param.host, self._places[param]
         self._make_room(index)
         self._device.hold_bytes = self._in_flight.arrive(param, self._nbytes[param])
         with below_guard():
@@ -530,17 +519,19 @@ class GradOffload:
                 grad = grad.to(host.device)
                 host.grad = grad if older is None else older.add_(grad)
             else:
-                arrival = self._place(param, grad, host)
+                arrival = self._place(param, grad)
                 arrival.arrive(self._device.download(grad, arrival.target))
             hooked = bool(host._post_accumulate_grad_hooks)
         if hooked:
-            self._call_user_hooks(param)
+            self._finish_copies()
+            for hook in list((host._post_accumulate_grad_hooks or {}).values()):
+                hook(host)
         self._arrived(index, param)
 
-    def _place(self, param: OffloadedParam, grad: Tensor, host: nn.Parameter) -> _Place:
+    def _place(self, param: OffloadedParam, grad: Tensor) -> _Place:
         """Return the host memory that a dense gradient is downloaded to, and what happens to it there."""
         index, at = self._places[param]
-        older = host.grad
+        host, older = param.host, param.host.grad
         if older is None and grad.dtype == host.dtype:
             home = self._home(index)
             target = home.empty_like(grad, at)
@@ -628,17 +619,18 @@ class GradOffload:
         self._sums = deque(item for item in self._sums if item.index != index)
 
         def wait() -> None:
-            for fence in fences:
-                self._device.wait_host(fence)
-            for item in sums:
-                self._add_up(item)
+            with below_guard(), torch.no_grad():
+                for fence in fences:
+                    self._device.wait_host(fence)
+                for item in sums:
+                    self._add_up(item)
 
         nbytes = sum(item.part.nbytes for item in sums)
         if wanted:
             self._sum_bytes -= nbytes
             self._async_step.arrived(index, wait)
         else:
-            self._jobs.append((self._device.worker.submit(functools.partial(_without_gradients, wait)), nbytes))
+            self._jobs.append((self._device.worker.submit(wait), nbytes))
 
     @property
     def _passes_behind_backward(self) -> bool:
@@ -698,11 +690,6 @@ class GradOffload:
             else:
                 host.grad.add_(item.part)
 
-    def _call_user_hooks(self, param: OffloadedParam) -> None:
-        self._finish_copies()
-        for hook in list((param.host._post_accumulate_grad_hooks or {}).values()):
-            hook(param.host)
-
     def _finish_copies(self) -> None:
         """End all downloads and sums, so that code may read a gradient during backward."""
         self._send_kept()
@@ -719,11 +706,6 @@ class GradOffload:
 def _takes_memory(chunk: Chunk) -> bool:
     """Return whether gradients of a chunk take memory of their own where gradients lie in shadow copies."""
     return chunk.plan.trainable and not chunk.plan.streamed_dtype
-
-
-def _without_gradients(work: Callable[[], None]) -> None:
-    with below_guard(), torch.no_grad():
-        work()
 
 
 def _refusal(param: OffloadedParam, reason: str) -> RuntimeError:

@@ -257,16 +257,12 @@ def hook_outputs(outputs: Any, received: dict[int, Any], call: BlockCall, execut
     awaited = False
     for tensor in find_tensors(outputs):
         if tensor.grad_fn is not None and tensor.grad_fn is not received.get(id(tensor)):
-            tensor.register_hook(functools.partial(_announce, executor, call))
+            tensor.register_hook(lambda _: executor.before_backward(call))
             if tensor._is_view():
                 watch.add(tensor, call.block.name)
             awaited = True
     if awaited:
         executor.context.await_gradient(call)
-
-
-def _announce(executor: Executor, call: BlockCall, gradient: Tensor) -> None:
-    executor.before_backward(call)
 
 
 def hook_gradients(executor: Executor) -> None:

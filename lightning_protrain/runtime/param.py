@@ -16,20 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_protrain.profiler.records import ModelLayout, UnitInfo
+from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.quant_state import accept_companions, has_companions, prepare_weights
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.shadow import InPlaceGrad, ShadowWeight
-
-
-def in_block(block: memoryview, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a host tensor at byte `offset` of `block`, shaped and strided like `like`, with a storage of its own."""
-    dtype = dtype or like.dtype
-    empty = torch.empty(0, dtype=dtype)
-    if not like.numel():
-        return empty.new_empty(like.shape)
-    flat = torch.frombuffer(block, dtype=dtype, count=like.numel(), offset=offset)
-    return empty.set_(flat.untyped_storage(), 0, like.shape, like.stride())
 
 
 def in_storage(storage: torch.UntypedStorage, offset: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -175,20 +165,18 @@ class OffloadedParam:
         """
         if self.shadow is None:
             return self.device_param
-        with below_guard():
-            dtype, kind = self.shadow.values.dtype, self.device_param.device.type
-        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype
-        if casts and not (whole and not torch.is_grad_enabled()):
+        uses = self.shadow.uses
+        if uses.is_cast and not (whole and not torch.is_grad_enabled()):
             return self.device_param
         if torch.is_grad_enabled() and self.device_param.requires_grad:
             raise RuntimeError(
-                f"{self.fqn!r} is streamed in {dtype}, because the step that was traced used it under autocast only, "
-                "and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or call "
-                "its block under autocast."
+                f"{self.fqn!r} is streamed in {uses.dtype}, because the step that was traced used it under autocast "
+                "only, and is now trained outside of autocast. Make its chunk resident (`num_persistent_chunks`), or "
+                "call its block under autocast."
             )
         with below_guard():
             host = self.host.detach()
-        return nn.Parameter(host.to(self.device_param.device), requires_grad=False)
+        return nn.Parameter(host.to(uses.device), requires_grad=False)
 
     @property
     def owned(self) -> bool:
@@ -319,35 +307,24 @@ class QuantisedLocation(ParamLocation):
             vars(self.module).update(self._of_host if new is self.host else self._of_device)
 
 
-def make_location(module: nn.Module, name: str, param: OffloadedParam) -> ParamLocation:
-    """Return the place `module._parameters[name]` of an offloaded parameter."""
-    if has_companions(param.host):
-        param.hooks.append(accept_companions(module))
-        return QuantisedLocation(module, name, host=param.host)
-    return ParamLocation(module, name)
-
-
 def locations_of(
     model: nn.Module, layout: ModelLayout, params: dict[int, OffloadedParam]
 ) -> dict[str, list[tuple[ParamLocation, OffloadedParam]]]:
     """Return every place where an offloaded parameter is registered, by the innermost unit around it that needs it."""
-    by_name: dict[str, UnitInfo] = {unit.name: unit for unit in layout.units}
+    parameters = {unit.name: unit.parameters for unit in layout.units}
     by_owner: dict[str, list[tuple[ParamLocation, OffloadedParam]]] = {}
     for path, module in model.named_modules():
+        parts = path.split(".")
+        around = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
         for name, parameter in module._parameters.items():
             param = params.get(id(parameter))
             if param is None:
                 continue
-            owner = _innermost(path, param.fqn, by_name)
+            owner = next((unit for unit in around if param.fqn in parameters.get(unit, ())), None)
             assert owner is not None, f"{param.fqn} is registered in {path!r} outside every unit that needs it"
-            by_owner.setdefault(owner, []).append((make_location(module, name, param), param))
+            location = ParamLocation(module, name)
+            if has_companions(param.host):
+                param.hooks.append(accept_companions(module))
+                location = QuantisedLocation(module, name, host=param.host)
+            by_owner.setdefault(owner, []).append((location, param))
     return by_owner
-
-
-def _innermost(path: str, fqn: str, units: dict[str, UnitInfo]) -> str | None:
-    while True:
-        if path in units and fqn in units[path].parameters:
-            return path
-        if not path:
-            return None
-        path = path.rpartition(".")[0]

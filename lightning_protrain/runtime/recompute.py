@@ -100,11 +100,7 @@ class _Kept:
 
 
 class _Watching(TorchDispatchMode):
-    """A dispatch mode around a run of a forward.
-
-    Args:
-        products: Kept products of the call.
-    """
+    """A dispatch mode around a run of a forward."""
 
     def __init__(self, products: KeptOutputs) -> None:
         super().__init__()
@@ -152,16 +148,11 @@ class ReuseOutputs(_Watching):
         return func(*args, **kwargs) if product is None else product
 
 
-class NestedContexts:
-    """A pair of nested contexts, which may be entered again after they have ended.
+class _NestedContexts:
+    """Nested contexts, the outer one first, which may be entered again after they have ended."""
 
-    Args:
-        outer: Context that is entered first.
-        inner: Context that is entered inside of `outer`.
-    """
-
-    def __init__(self, outer: Any, inner: Any) -> None:
-        self._contexts = outer, inner
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
@@ -260,7 +251,7 @@ def _contexts(
     if not selective:
         return nullcontext(), earlier
     products = KeptOutputs(name)
-    return KeepOutputs(products), NestedContexts(earlier, ReuseOutputs(products))
+    return KeepOutputs(products), _NestedContexts(earlier, ReuseOutputs(products))
 
 
 def _earlier(value: Any) -> Any:

@@ -64,7 +64,7 @@ class ShadowCache:
 
     def publish(self, chunk: Chunk) -> None:
         """Renew the shadow copies that this rank owns, after a step of a chunk that the ranks of the node share."""
-        chunk.publish()
+        chunk.renew_copies()
         self.watch(chunk.params)
 
     def forget(self) -> None:

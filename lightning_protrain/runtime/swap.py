@@ -196,10 +196,9 @@ class CallSlabs:
             return
         self._pool.said = True
         self._pool.log_once(
-            f"{self._name!r} is swapped and saves more than planned: "
-            f"{format_bytes(self._planned_bytes)} of host memory are "
-            f"planned for one call, this one took {format_bytes(self.used_bytes)}. The host has "
-            f"room for them. The step also takes more device memory than predicted, and may run out of it. {_CAUSES}."
+            f"{self._name!r} is swapped and saves more than planned: {format_bytes(self._planned_bytes)} of host "
+            f"memory are planned for one call, this one took {format_bytes(self.used_bytes)}. The host has room for "
+            f"them. The step also takes more device memory than predicted, and may run out of it. {_CAUSES}."
         )
 
     def _another(self, size: int) -> Slab:
@@ -210,12 +209,10 @@ class CallSlabs:
         slab = self._pool.grown(size, step=-(-self._planned_bytes // (GROWTH_STEPS * PAGE)) * PAGE)
         if slab is None:
             raise RuntimeError(
-                f"{self._name!r} is swapped and saves more than planned: "
-                f"{format_bytes(self._planned_bytes)} of host memory "
-                f"are planned for one call, at least {format_bytes(self.used_bytes + size)} are "
-                f"needed, and beyond the plan the host "
-                f"may give {format_bytes(self._pool.spare_bytes)} more. {_CAUSES}, or checkpoint the blocks "
-                "(`num_checkpoint_blocks`) instead of swapping them. Or raise `host_memory`."
+                f"{self._name!r} is swapped and saves more than planned: {format_bytes(self._planned_bytes)} of host "
+                f"memory are planned for one call, at least {format_bytes(self.used_bytes + size)} are needed, and "
+                f"beyond the plan the host may give {format_bytes(self._pool.spare_bytes)} more. {_CAUSES}, or "
+                "checkpoint the blocks (`num_checkpoint_blocks`) instead of swapping them. Or raise `host_memory`."
             )
         return slab
 

@@ -462,8 +462,10 @@ def test_cores_are_shared_out(
     if listed is not None:
         (tmp_path / "node3").mkdir()
         (tmp_path / "node3" / "cpulist").write_text(listed + "\n")
-    assert worker_cores(rank, ranks, 3, tmp_path) == set(expected)
-    assert worker_cores(rank, ranks, -1, tmp_path) == worker_cores(rank, ranks, None, tmp_path)
+    worker = HostWorker(cores=worker_cores(3, tmp_path))
+    worker.share(rank, ranks)
+    assert worker._cores == set(expected)
+    assert worker_cores(-1, tmp_path) == worker_cores(None, tmp_path) == set(allowed)
 
 
 @pytest.mark.parametrize(

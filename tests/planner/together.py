@@ -67,7 +67,7 @@ def _train(
             warnings.simplefilter("ignore", UserWarning)
             runtime = apply_plan(gpt, plan, layout, device, RunOptions(lambda _: None, ranks=ranks))
         for chunk in runtime._chunks:
-            device.note_host(chunk._source)  # By itself, also in memory that ranks share.
+            device.note_host(chunk.source)  # By itself, also in memory that ranks share.
         resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}
         groups = [[p for name, p in gpt.named_parameters() if (name in resident) is kind] for kind in (True, False)]
         for parameter in groups[0]:

@@ -87,7 +87,7 @@ def _sums(rank: int, local_size: int) -> Any:
     for owner in (None, 0, 1):
         flat = torch.tensor([1.0, 10.0**rank])
         before = counters.collectives, counters.communicated_bytes
-        communicator.end(communicator.begin(flat, owner), flat, owner)
+        communicator.end(*communicator.begin_each([(flat, owner)]), flat, owner)
         cost = counters.collectives - before[0], counters.communicated_bytes - before[1]
         found.append((flat.tolist() if owner in (None, ranks.local_rank) else None, cost))
     on_node = communicator.sum_of_node(torch.tensor([float(rank)])).item()
@@ -183,7 +183,7 @@ def _asleep(rank: int, fault: str) -> Any:
         found = _try(lambda: ranks.meet("batch 5"))
         time.sleep(1.5)  # Whoever notices first must not be gone before the other one does.
         return found
-    return _try(partial(communicator.end, communicator.begin(flat, 0), flat, 0))
+    return _try(partial(communicator.end, *communicator.begin_each([(flat, 0)]), flat, 0))
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def _sum_on_streams(case: Case, network: SimulatedNetwork, rank: int, owner: int
         communicator = Collectives(ranks_of(case, network, device, rank), device)
         flat = torch.tensor([1.0, 10.0**rank])
         device.set_place(flat, "device")
-        work = communicator.begin(flat, owner)
+        (work,) = communicator.begin_each([(flat, owner)])
         communicator.end(work, flat, owner)
         ended = device.compute_stream().time
         found = flat.mul(1.0).tolist() if owner in (None, communicator.ranks.local_rank) else None
@@ -235,7 +235,7 @@ def test_on_streams_both_sums_are_issued_without_the_compute_stream() -> None:
             flat, other = torch.zeros(1), torch.zeros(2)
             for tensor in (flat, other):
                 device.set_place(tensor, "device")
-            sums = communicator.begin(flat, 0)
+            (sums,) = communicator.begin_each([(flat, 0)])
             other.zero_()
             computed = device.compute_stream().time
             communicator.end(sums, flat, 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_protrain.device.host import in_block
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.runtime.block import Block
 from lightning_protrain.runtime.low_precision import ParamUses
@@ -18,7 +19,6 @@ from lightning_protrain.runtime.param import (
     ParamLocation,
     changed_before_backward,
     dense_like,
-    in_block,
     in_storage,
     refuse_changed_by_others,
 )

@@ -135,7 +135,7 @@ def test_a_hook_on_a_gradient_is_refused_after_the_fact() -> None:
 def test_a_missing_cast_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     expected = train(Net(), step=mixed(mean_square))
-    renew = Chunk._renew_copies
+    renew = Chunk.renew_copies
     done: set[int] = set()
 
     def once(self: Chunk) -> None:
@@ -143,7 +143,7 @@ def test_a_missing_cast_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             renew(self)
         done.add(id(self))
 
-    monkeypatch.setattr(Chunk, "_renew_copies", once)
+    monkeypatch.setattr(Chunk, "renew_copies", once)
     assert differences(expected, run(Net, mean_square)[0]) != []
 
 

@@ -252,7 +252,7 @@ def _train_rank(
         options = RunOptions(lambda _: None, ranks=ranks, reduce_dtype=case.reduce_dtype)
         runtime = apply_plan(model, plan, layout, device, options)
         for chunk in runtime._chunks:
-            device.note_host(chunk._source)  # By itself, also in memory that ranks share.
+            device.note_host(chunk.source)  # By itself, also in memory that ranks share.
         resident = {fqn for chunk in plan.chunks if chunk.resident for fqn in chunk.parameters}
         alone = [parameter for name, parameter in model.named_parameters() if name in resident]
         for parameter in alone:

@@ -398,11 +398,9 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         self._write(trainer, path, record, behind)
         if not within_step:
             self._last_global_step_saved = trainer.global_step
-        job = (
-            installed_io(trainer).writer.submit(lambda: self._prune(trainer))
-            if behind and trainer.is_global_zero
-            else None
-        )
+        job = None
+        if behind and trainer.is_global_zero:
+            job = installed_io(trainer).writer.submit(lambda: self._prune(trainer))
         self._pending = PendingSave(path, trainer.global_step, score, job)
         if not behind:
             self._settle(trainer)
@@ -509,9 +507,9 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         format_name: Callable[..., str] = self._format_checkpoint_name
         stem = format_name(filename, candidates, self._prefix, self.auto_insert_metric_name).replace(os.sep, "_")
         path = self._root / f"{stem}{self.FILE_EXTENSION}"
-        return str(
-            free_path(path, self.CHECKPOINT_JOIN_CHAR, self.STARTING_VERSION) if self._enable_version_counter else path
-        )
+        if self._enable_version_counter:
+            path = free_path(path, self.CHECKPOINT_JOIN_CHAR, self.STARTING_VERSION)
+        return str(path)
 
     @property
     def _root(self) -> Path:

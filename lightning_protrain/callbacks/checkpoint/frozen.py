@@ -190,12 +190,9 @@ def frozen_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, T
         module: Module of the state dict.
         state_dict: State dict; it may have companions, see [Note: Companions] in quant_state.py.
     """
-    frozen = {
-        name: parameter
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    }
-    others = {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+    others = parameters.keys() - frozen.keys()
     others.update(name for name, _ in module.named_buffers(remove_duplicate=False))
     weights: dict[str, Tensor] = {}
     for key, value in state_dict.items():

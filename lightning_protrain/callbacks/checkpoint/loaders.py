@@ -120,9 +120,8 @@ class ResumableLoader(CombinedLoader):
         changed = [(was, now) for was, now in zip(saved.get("lengths", ()), lengths, strict=False) if was != now]
         if changed:
             raise ValueError(
-                f"{name} was saved after batch {trained} of an epoch of "
-                f"{plural(changed[0][0], 'batch', 'batches')}, and the data of this "
-                f"run has {changed[0][1]}. {_ADVICE}"
+                f"{name} was saved after batch {trained} of an epoch of {plural(changed[0][0], 'batch', 'batches')}, "
+                f"and the data of this run has {changed[0][1]}. {_ADVICE}"
             )
         if trained >= limit:
             raise ValueError(
@@ -216,9 +215,8 @@ class ResumableLoader(CombinedLoader):
                 if self._may_end:
                     raise
                 raise ValueError(
-                    f"The checkpoint was saved after batch {trained} of this epoch, but the data of "
-                    f"this run ends after {number}. "
-                    f"{_ADVICE}"
+                    f"The checkpoint was saved after batch {trained} of this epoch, but the data of this run ends "
+                    f"after {number}. {_ADVICE}"
                 ) from end
         self._begun, self._drawn = begun, trained
         rank_zero_info(

@@ -38,25 +38,17 @@ class SignalShield:
         register_after_fork(self, SignalShield._raise)  # keeps only a weak reference to this object
 
     def _raise(self) -> None:
-        exit_with_parent(self._signals, os.getppid())
+        """Block the signals in this process, but exit if its parent sends SIGTERM."""
+        signals, parent = self._signals, os.getppid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
+        def listen() -> None:
+            while True:
+                received = signal.sigwaitinfo(signals)
+                if (received.si_pid, received.si_signo) == (parent, signal.SIGTERM):
+                    os._exit(0)
 
-def exit_with_parent(signals: Collection[int], parent: int) -> None:
-    """Block signals in this process, but exit if the process `parent` sends SIGTERM.
-
-    Args:
-        signals: Numbers of the signals.
-        parent: Process id of the parent.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-
-    def listen() -> None:
-        while True:
-            received = signal.sigwaitinfo(signals)
-            if (received.si_pid, received.si_signo) == (parent, signal.SIGTERM):
-                os._exit(0)
-
-    threading.Thread(target=listen, name="signal listener", daemon=True).start()
+        threading.Thread(target=listen, name="signal listener", daemon=True).start()
 
 
 # Exit code after SIGTERM, 128 + 15, which schedulers interpret as preemption.

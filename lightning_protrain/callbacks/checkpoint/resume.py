@@ -25,7 +25,7 @@ from lightning_protrain.callbacks.checkpoint.run_signature import (
     trainer_signature,
 )
 from lightning_protrain.checkpoint.consolidation import verify_rank
-from lightning_protrain.checkpoint.contract import CONTRACT, allowing, check_signature, compare, describe, refusal
+from lightning_protrain.checkpoint.contract import CONTRACT, allowing, check_drift, compare, describe, refusal
 from lightning_protrain.checkpoint.discover import (
     FoundCheckpoint,
     Newest,
@@ -133,9 +133,9 @@ def restore_own_states(trainer: Trainer, content: dict[str, Any], name: str) -> 
     return of_rank
 
 
-def _data_key(trainer: Trainer) -> str | None:
+def _data_key(trainer: Trainer) -> str:
     data = getattr(trainer, "datamodule", None)
-    return None if data is None else type(data).__qualname__
+    return "" if data is None else type(data).__qualname__
 
 
 def _tensor_bytes(state: Any) -> int:
@@ -231,7 +231,7 @@ class ResumedFit:
         weights_and_counters_only: bool = False,
         frozen: FrozenWeights | None = None,
     ) -> None:
-        self._allowed = check_signature(allow_drift, "allow_drift")
+        self._allowed = check_drift(allow_drift)
         self._only = weights_and_counters_only
         self._frozen = FrozenWeights("store") if frozen is None else frozen
         self._clear()
@@ -434,10 +434,7 @@ class ResumedFit:
 
 def _keep_weights_and_counters(trainer: Trainer, content: dict[str, Any]) -> None:
     kind = type(trainer.precision_plugin).__qualname__
-    for name in (RANK_STATES, CONTRACT, kind):
+    for name in (RANK_STATES, CONTRACT, kind, _data_key(trainer)):
         content.pop(name, None)
     # Lightning requires these keys; `check` fills them with initial states.
     content.update(callbacks={}, optimizer_states=[], lr_schedulers=[])
-    data = getattr(trainer, "datamodule", None)
-    if data is not None:
-        content.pop(type(data).__qualname__, None)

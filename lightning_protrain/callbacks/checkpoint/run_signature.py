@@ -91,7 +91,7 @@ def _schedule(scheduler: Any) -> dict[str, Any]:
     if functions:
         terms["factors"] = [_sampled(function) for function in functions]
     inner = [_schedule(part) for part in getattr(scheduler, "_schedulers", [])]
-    return {"class": _kind(scheduler), **terms, **({"schedulers": inner} if inner else {})}
+    return {"class": _name(type(scheduler)), **terms, **({"schedulers": inner} if inner else {})}
 
 
 def _sampled(function: Callable[[int], Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _data(loader: Any) -> dict[str, Any]:
     if dataset is None:
         length = sized_len(loader)
         return {} if length is None else {"batches": length}
-    known: dict[str, Any] = {"dataset": _kind(dataset)}
+    known: dict[str, Any] = {"dataset": _name(type(dataset))}
     if hasattr(dataset, "__len__"):
         known["rows"] = len(dataset)
     shuffled = _is_shuffled(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
@@ -169,10 +169,6 @@ def _is_companion(name: str, names: Mapping[str, Any]) -> bool:
         name[: place - 1] in names and (name[place:] in _COMPANIONS or name.startswith("quant_state.", place))
         for place in (index + 1 for index, letter in enumerate(name) if letter == ".")
     )
-
-
-def _kind(value: Any) -> str:
-    return _name(type(value))
 
 
 def _name(kind: type) -> str:

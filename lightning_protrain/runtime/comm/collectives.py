@@ -86,13 +86,12 @@ class RankMesh:
         """Index of this rank's node."""
         return self.rank // self.local_size
 
-    def meet(self, what: str, flag: bool = False, waits_for: str = "") -> bool:
+    def meet(self, what: str, flag: bool = False) -> bool:
         """Wait until all ranks are at the same point of a run.
 
         Args:
             what: Point that this rank has reached: `"batch 3 of epoch 0"`.
             flag: Flag to report to all ranks.
-            waits_for: Name of the wait in errors, identical on ranks that wait at different points; empty: `what`.
 
         Returns:
             Whether any rank has set its flag.
@@ -103,7 +102,7 @@ class RankMesh:
         place = zlib.crc32(what.encode())
         told = torch.tensor([int(flag), place, -place])
         work = dist.all_reduce(told, dist.ReduceOp.MAX, group=self.meeting, async_op=True)
-        self.store.wait(work, waits_for or what)
+        self.store.wait(work, what)
         if told[1] != -told[2]:
             places = self.store.gather(what, "Comparing places")
             listed = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
@@ -177,20 +176,15 @@ class Collectives:
         # The latest collective, and its group; None: the compute stream has waited for it.
         self._latest: tuple[Any, Any] | None = None
 
-    def begin(self, flat: Tensor, owner: int | None) -> Any:
-        """Begin to sum `flat` over the ranks in place; call `end` before reading it.
-
-        Args:
-            flat: Tensor on the device, one-dimensional.
-            owner: Rank of each node that needs the sum, as `local_rank`; None: all ranks need it.
-        """
-        return self.begin_each([(flat, owner)])[0]
-
     def begin_each(self, parts: Sequence[tuple[Tensor, int | None]]) -> list[Any]:
-        """Begin to sum several tensors, each with its owner, see `begin`.
+        """Begin to sum tensors over the ranks in place; call `end` for each before reading it.
 
         All sums of the node come before those of the peers. Then all owners of a node sum with their peers at the same
         time, and no rank of the node waits for another owner's sum.
+
+        Args:
+            parts: One-dimensional tensors on the device, each with the rank of each node that needs the sum, as
+                `local_rank`; None: all ranks need it.
         """
         works = [self._begin(flat, owner) for flat, owner in parts]
         if self._host_waits or self.ranks.local_size == 1:
@@ -244,19 +238,16 @@ class Collectives:
     def end(self, work: Any, flat: Tensor, owner: int | None) -> None:
         """Make the compute stream wait until the sum is complete; if `owner` is given, only owners have the sum."""
         with self._device.span("network", "averages"):
-            self._end(work, flat, owner)
-
-    def _end(self, work: Any, flat: Tensor, owner: int | None) -> None:
-        if self._latest is not None and self._latest[1] is work:
-            self._latest = None  # Free the tensor that it may hold.
-        if not self._host_waits:
-            work.wait()  # Blocks the compute stream, not the host.
-            return
-        alone = self.ranks.local_size == 1
-        members = None if owner is None or alone else self.ranks.on_node
-        self.ranks.store.wait(work, _SUMS, members)
-        if self._sums_between_nodes(owner) and not alone:
-            self.ranks.store.naming(lambda: self._begin_between_nodes(flat).wait())
+            if self._latest is not None and self._latest[1] is work:
+                self._latest = None  # Free the tensor that it may hold.
+            if not self._host_waits:
+                work.wait()  # Blocks the compute stream, not the host.
+                return
+            alone = self.ranks.local_size == 1
+            members = None if owner is None or alone else self.ranks.on_node
+            self.ranks.store.wait(work, _SUMS, members)
+            if self._sums_between_nodes(owner) and not alone:
+                self.ranks.store.naming(lambda: self._begin_between_nodes(flat).wait())
 
     def _sums_between_nodes(self, owner: int | None) -> bool:
         return self.ranks.peers is not None and owner == self.ranks.local_rank
@@ -368,13 +359,9 @@ def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: to
 
 
 def _wait(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
-    _end(ranks, works, flat)
-    flat[:1].tolist()  # Blocks the host until the sum is complete.
-
-
-def _end(ranks: RankMesh, works: Sequence[Any], flat: torch.Tensor) -> None:
     for work in works:
         if flat.device.type == "cpu":
             ranks.store.wait(work, "the rates of the network")
         else:
             work.wait()  # Blocks the compute stream; later reads of the sum are behind it.
+    flat[:1].tolist()  # Blocks the host until the sum is complete.

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from lightning_protrain.device.device import Device
-from lightning_protrain.runtime.chunk import Chunk
 from lightning_protrain.runtime.comm.collectives import Collectives
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.step_context import StepContext
@@ -39,8 +38,6 @@ class _Region:
 
     Args:
         owner: Owner of the parameters, as `local_rank`; None: all ranks need the gradients.
-        params: Parameters of the gradients.
-        device: Device of the gradients.
 
     Attributes:
         flat: Gradients and flags, shape (elements + parameters,); a flag is more than 0 if any rank has the gradient.
@@ -83,12 +80,7 @@ class _Region:
 
 
 class _Bucket:
-    """The bucket of one chunk, see [Note: Reduction].
-
-    Args:
-        regions: Parts of the bucket by owner.
-        device: Device of the gradients.
-    """
+    """The bucket of one chunk, in regions by owner, see [Note: Reduction]."""
 
     def __init__(self, regions: Sequence[_Region], device: Device) -> None:
         self.regions = tuple(regions)
@@ -146,7 +138,6 @@ class GradReducer:
         communicator: Sums over the ranks.
 
     Attributes:
-        communicator: Sums over the ranks.
         runs: True if the present backward averages gradients over the ranks.
     """
 
@@ -167,7 +158,7 @@ class GradReducer:
         trained = [
             index
             for index, chunk in enumerate(self._context.chunks)
-            if any(_takes_gradient(param) for param in chunk.params)
+            if any(param.host.requires_grad for param in chunk.params)
         ]
         self._queue = deque(reversed(trained))
 
@@ -189,7 +180,10 @@ class GradReducer:
                 "dense gradients only. Use `sparse=False`, or make the chunk resident (`num_persistent_chunks`)."
             )
         if index not in self._queue:
-            raise _too_late(param)
+            raise RuntimeError(
+                f"A gradient of {param.fqn!r} came after its chunk had been averaged over the ranks: the weight is "
+                "used outside its own block. Use it inside, or make its chunk resident (`num_persistent_chunks`)."
+            )
         bucket = self._bucket(index)
         self._take_older(bucket, param)
         if on_host:
@@ -270,21 +264,19 @@ class GradReducer:
         self.runs = False
 
     def _bucket(self, index: int) -> _Bucket:
-        bucket = self._filling.get(index)
-        if bucket is None:
-            bucket = self._filling[index] = self._new_bucket(self._context.chunks[index])
-        return bucket
-
-    def _new_bucket(self, chunk: Chunk) -> _Bucket:
+        if index in self._filling:
+            return self._filling[index]
+        chunk = self._context.chunks[index]
         owners: dict[int | None, list[OffloadedParam]] = {}
         for param in chunk.params:
-            if _takes_gradient(param):
+            if param.host.requires_grad:
                 owners.setdefault(chunk.owner(param), []).append(param)
         regions = [_Region(owner, params, self._context.device) for owner, params in owners.items()]
         bucket = _Bucket(regions, self._context.device)
         for param in reversed(chunk.params):  # The order in which gradients usually arrive: each waits for its upload.
-            if _takes_gradient(param):
+            if param.host.requires_grad:
                 self._take_older(bucket, param)
+        self._filling[index] = bucket
         return bucket
 
     def _take_older(self, bucket: _Bucket, param: OffloadedParam) -> None:
@@ -298,7 +290,7 @@ class GradReducer:
     def _send(self, index: int) -> None:
         bucket = self._bucket(index)
         del self._filling[index]
-        for param in dict.fromkeys(chain.from_iterable(region.params for region in bucket.regions)):
+        for param in chain.from_iterable(region.params for region in bucket.regions):
             self._take_older(bucket, param)
         bucket.wait()
         for region in bucket.regions:
@@ -328,14 +320,3 @@ class GradReducer:
                 yield param, region.view(param)
                 if region.owner is not None and param.host.grad is not None:
                     self._averages[param] = weakref.ref(param.host.grad)
-
-
-def _takes_gradient(param: OffloadedParam) -> bool:
-    return param.host.requires_grad
-
-
-def _too_late(param: OffloadedParam) -> RuntimeError:
-    return RuntimeError(
-        f"A gradient of {param.fqn!r} came after its chunk had been averaged over the ranks: the weight is used "
-        "outside its own block. Use it inside, or make its chunk resident (`num_persistent_chunks`)."
-    )

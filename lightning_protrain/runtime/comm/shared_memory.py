@@ -30,11 +30,11 @@ except ImportError:  # Windows, where ranks share no memory
 
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import Device
-from lightning_protrain.device.host import PAGE, HostMemory
+from lightning_protrain.device.host import PAGE, HostMemory, in_block
 from lightning_protrain.device.topology import interleave, nodes_to_fill
 from lightning_protrain.planner.plan import ChunkPlan
 from lightning_protrain.runtime.comm.collectives import RankMesh
-from lightning_protrain.runtime.param import dense_like, in_block
+from lightning_protrain.runtime.param import dense_like
 
 FOLDER = Path("/dev/shm")
 # Linux flag that Python does not name.
@@ -66,7 +66,6 @@ class NodeMemory:
         num_counters: Number of 64-bit counters at the end of the memory, initially zero.
 
     Attributes:
-        fills: Whether this rank writes the initial values.
         counters: Shared 64-bit counters, as a memoryview.
     """
 
@@ -238,9 +237,8 @@ def _create(nbytes: int, folder: Path) -> tuple[str, str]:
     if free < nbytes:
         return "", (
             f'sharding="shard" keeps {format_bytes(nbytes)} of weights in memory that the ranks of a node share, and '
-            f"{folder} has {format_bytes(free)} free. Give it more (`mount -o remount,size=...`, "
-            f"`docker run --shm-size`), "
-            'or set sharding="replicate".'
+            f"{folder} has {format_bytes(free)} free. Give it more (`mount -o remount,size=...`, `docker run "
+            '--shm-size`), or set sharding="replicate".'
         )
     try:
         descriptor, path = tempfile.mkstemp(prefix="protrain-", dir=folder)
@@ -312,19 +310,6 @@ def assign_owners(chunks: Sequence[Sequence[int]], num_ranks: int) -> list[list[
     return owners
 
 
-def owners_in_chunks(
-    chunks: Sequence[ChunkPlan], parameters: Mapping[str, nn.Parameter], num_ranks: int
-) -> list[list[int]]:
-    """Return the owner of each parameter of offloaded chunks, as `local_rank`.
-
-    Args:
-        chunks: All offloaded chunks, in execution order.
-        parameters: Parameters of the model, by first name.
-        num_ranks: Number of ranks of a node.
-    """
-    return assign_owners([[parameters[fqn].nbytes for fqn in chunk.parameters] for chunk in chunks], num_ranks)
-
-
 def num_counters(num_chunks: int, num_ranks: int) -> int:
     """Return the number of counters that the ranks of a node share, see [Note: Step sync].
 
@@ -365,7 +350,8 @@ def share_chunks(
     near: list[int | None] = [None] * ranks.world_size
     dist.all_gather_object(near, device.numa_node)
     memory.interleave(nodes_to_fill(near[ranks.first_of_node :][: ranks.local_size]))
-    owners = owners_in_chunks(chunks, parameters, ranks.local_size)
+    sizes = [[parameters[fqn].nbytes for fqn in chunk.parameters] for chunk in chunks]
+    owners = assign_owners(sizes, ranks.local_size)
     return [Share(memory, tuple(mine), ranks.local_rank) for mine in owners]
 
 

@@ -42,7 +42,6 @@ from lightning_protrain.runtime.optim.step import (
     clip_values,
     has_step_hooks,
     take_norms,
-    tell_overflow,
 )
 from lightning_protrain.runtime.param import OffloadedParam
 from lightning_protrain.runtime.shadow import stored
@@ -437,13 +436,17 @@ class AsyncStep:
             raise
 
     def agree_on_overflow(self, found: dict[torch.device, Tensor]) -> None:
-        """Report a non-finite gradient of one rank to all ranks that share weights.
+        """Report a non-finite gradient of one rank to all ranks that share weights; every rank calls it.
 
         Args:
             found: Flag of this rank by device, shape (1,), more than 0 if a gradient is not finite; updated in place.
         """
         if self._sharing is not None:
-            tell_overflow(found, self._sharing)
+            here = sum((flag.cpu() for flag in found.values()), torch.zeros(1))
+            anywhere = self._sharing.sum_of_node(here)
+            found.setdefault(torch.device("cpu"), torch.zeros(1))
+            for flag in found.values():
+                flag.copy_(anywhere[0])
 
     def refusal_to_wait(self, reason: str) -> RuntimeError:
         """Return the error for gradients that cannot pass, see [Note: Gradients in passing]."""
@@ -472,9 +475,8 @@ class AsyncStep:
         why = self.partially_stepped or half_done
         if why:
             raise RuntimeError(
-                f"The weights are partially stepped: {why}, so some are from before that step and some "
-                f"from after it. They can be neither saved nor trained on: resume from the last checkpoint. "
-                f"{_LESS_OVERLAP}"
+                f"The weights are partially stepped: {why}, so some are from before that step and some from after it. "
+                f"They can be neither saved nor trained on: resume from the last checkpoint. {_LESS_OVERLAP}"
             )
 
     def _touched(self, hosts: Sequence[Tensor]) -> None:

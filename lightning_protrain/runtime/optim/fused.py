@@ -45,18 +45,16 @@ def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
 
 
-class TileTensors(NamedTuple):
-    """Tensors of some elements: of a tile, or of a whole parameter.
+class FlatState(NamedTuple):
+    """A parameter and its state, flat.
 
     Attributes:
         weight: Weights.
-        gradient: Gradients, in the dtype of the weights.
         states: States of the optimizer.
         step: Step counter of the optimizer.
     """
 
     weight: Tensor
-    gradient: Tensor
     states: Sequence[Tensor]
     step: Tensor
 
@@ -103,18 +101,17 @@ class FusedRule:
         state = {name: torch.full_like(parameter, start) for name in self.states}
         return {"step": torch.zeros((), dtype=torch.float32), **state}
 
-    def step(self, given: Sequence[TileTensors], first: bool = False) -> None:
-        """Run the kernel.
+    def step(self, whole: FlatState, first: bool, place: slice, gradient: Tensor) -> None:
+        """Run the kernel on some elements of a parameter.
 
         Args:
-            given: Tensors of equal dtype; the step counters have been increased.
+            whole: The parameter; its step counter has been increased.
             first: Whether the kernel initialises the momentum of SGD.
+            place: The elements.
+            gradient: Their gradient, in the dtype of the weights.
         """
-        if not given:
-            return
-        weights, gradients = [each.weight for each in given], [each.gradient for each in given]
-        states: list[Any] = [list(column) for column in zip(*[each.states for each in given], strict=True)]
-        steps = [each.step for each in given]
+        weights, gradients, steps = [whole.weight[place]], [gradient], [whole.step]
+        states: list[Any] = [[state[place]] for state in whole.states]
         if self.name == "sgd":
             torch._fused_sgd_(weights, gradients, *(states or [[]]), is_first_step=first, **self.settings)
         elif self.name == "adagrad":

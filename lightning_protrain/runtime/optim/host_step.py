@@ -25,8 +25,8 @@ from lightning_protrain.runtime.optim.fused import (
     KERNELS,
     NO_CLIP,
     Clip,
+    FlatState,
     FusedRule,
-    TileTensors,
     in_order,
     is_dense,
     laid_out_as,
@@ -147,9 +147,9 @@ class HostStep:
                 # A loaded state may have another layout, but the kernels go by memory, not by index.
                 state[name] = laid_out_as(update.parameter, state[name])
             states = [in_order(update.parameter, state[name]) for name in rule.states]
-            tensors = TileTensors(flat.weight, flat.gradient, states, state.get("step", flat.weight))
-            counted.append(tensors.step)
-            steps.append((flat, partial(_step_tile, rule, tensors, first)))
+            whole = FlatState(flat.weight, states, state.get("step", flat.weight))
+            counted.append(whole.step)
+            steps.append((flat, partial(rule.step, whole, first)))
         if counted and rule.name != "sgd":
             torch._foreach_add_(counted, 1)
         return self._calls(steps, self._tile)
@@ -230,10 +230,6 @@ class FlatUpdate(NamedTuple):
         low = None if copy is None else in_order(parameter, copy)
         assert low is None or low.data_ptr() == copy.data_ptr(), "a shadow copy of another layout"  # type: ignore[union-attr]
         return cls(in_order(parameter, parameter.detach()), in_order(parameter, gradient), low, clip)
-
-
-def _step_tile(rule: FusedRule, whole: TileTensors, first: bool, place: slice, gradient: Tensor) -> None:
-    rule.step([TileTensors(whole.weight[place], gradient, [it[place] for it in whole.states], whole.step)], first)
 
 
 def _sorted_out(updates: Sequence[ParamUpdate]) -> tuple[list[ParamUpdate], list[ParamUpdate]]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from lightning_protrain.runtime.optim.fused import FusedRule
 from lightning_protrain.runtime.optim.split_numbers import (
     BLOCK,
     PAGE,
@@ -158,7 +159,6 @@ class SplitAdamW(Optimizer):
         count = int(state["step"])
         number = self._numbers.get(id(parameter), 0)
         tables = tuple(codes_of(name == "exp_avg", device) for name in _MOMENTS if self.moments == "8bit")
-        beta1, beta2 = group["betas"]
         return SplitStep(
             weight=parameter.detach().view(-1),
             moments=[state[name].view(-1) for name in _MOMENTS],
@@ -168,15 +168,7 @@ class SplitAdamW(Optimizer):
             sums=state.get("sums"),
             keys=[hash_of(self.seed, count, number, use) for use in (_WEIGHT, _SECOND)],
             count=state["step"] if device.type == "cpu" else torch.full((), count, dtype=torch.float32, device=device),
-            settings={
-                "lr": float(group["lr"]),
-                "beta1": float(beta1),
-                "beta2": float(beta2),
-                "eps": float(group["eps"]),
-                "weight_decay": float(group["weight_decay"]),
-                "amsgrad": False,
-                "maximize": False,
-            },
+            settings={**FusedRule.of("adam", group).settings, "amsgrad": False, "maximize": False},
         )
 
     def master(self, parameter: Tensor) -> Tensor:
@@ -354,15 +346,10 @@ class TileScratch:
 
 
 class SplitScratch:
-    """Memory for a tile.
+    """Memory for a tile on a device."""
 
-    Args:
-        tile: Elements of a tile, whole pages.
-        device: Device of the memory.
-    """
-
-    def __init__(self, tile: int, device: torch.device) -> None:
-        self.tile = tile
+    def __init__(self, device: torch.device) -> None:
+        tile = tile_of(device)
         # Not in the default dtype: `precision="bf16-true"` changes that while the model computes.
         self._rows = torch.empty(4, tile, dtype=torch.float32, device=device)
         self._codes = CodeScratch.empty(tile, device)
@@ -498,5 +485,5 @@ class TileMemory(threading.local):
         """Make the step of some elements; the arguments are those of `SplitStep.step`."""
         device = made.weight.device
         if device not in self._scratch:
-            self._scratch[device] = SplitScratch(tile_of(device), device)
+            self._scratch[device] = SplitScratch(device)
         made.step(self._scratch[device], place, gradient)

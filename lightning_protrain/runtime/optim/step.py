@@ -24,7 +24,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from math import ceil
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -114,7 +113,7 @@ def norms_of_owners(
     parameters: Sequence[Tensor],
     shared: Collection[int],
     communicator: Collectives,
-    known: Mapping[int, Tensor] = MappingProxyType({}),
+    known: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:
     """Return the norms of all gradients that ranks of a node own, by parameter identity; every rank calls it.
 
@@ -134,20 +133,6 @@ def norms_of_owners(
             told[1, at] = 1
     communicator.sum_of_node(told)
     return {id(p): told[0, at].to(p.dtype) for at, p in enumerate(exchanged) if told[1, at]}
-
-
-def tell_overflow(found: dict[torch.device, Tensor], communicator: Collectives) -> None:
-    """Report a non-finite gradient of one rank to all ranks of the node; every rank calls it.
-
-    Args:
-        found: Flag of this rank by device, shape (1,), more than 0 if a gradient is not finite; updated in place.
-        communicator: Reaches the ranks that own gradients.
-    """
-    here = sum((flag.cpu() for flag in found.values()), torch.zeros(1))
-    anywhere = communicator.sum_of_node(here)
-    found.setdefault(torch.device("cpu"), torch.zeros(1))
-    for flag in found.values():
-        flag.copy_(anywhere[0])
 
 
 def bound_norm(
@@ -413,16 +398,13 @@ def _measure(optimizer: Optimizer, group: dict[str, Any]) -> float:
     trial._optimizer_step_pre_hooks = OrderedDict()
     trial._optimizer_step_post_hooks = OrderedDict()
     if type(optimizer) is torch.optim.Adagrad:
-        trial.state[probe] = {name: _like(value, probe) for name, value in _any_state(optimizer).items()}
+        # It makes its states in the constructor, so the probe needs a copy of any of them.
+        state: Mapping[str, Any] = next(iter(optimizer.state.values()), {})
+        trial.state[probe] = {name: _like(value, probe) for name, value in state.items()}
     with torch.no_grad():
         step(trial)
     nbytes = sum(value.nbytes for value in trial.state[probe].values() if isinstance(value, Tensor) and value.dim() > 0)
     return nbytes / probe.numel()
-
-
-def _any_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of some parameter: Adagrad creates it in its constructor, so a probe needs a copy."""
-    return next(iter(optimizer.state.values()), {})
 
 
 def _like(value: Any, probe: Tensor) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from lightning_protrain.device.host import HostWorker, _Order
+from lightning_protrain.device.host import HostWorker, place_in
 
 
 class RaceError(RuntimeError):
@@ -209,8 +209,8 @@ class SimulatedWorker(HostWorker):
 
     def reorder(self, jobs: Sequence[Any], after: SimulatedEvent | None = None) -> None:
         """Sort the jobs that have not begun when `after` has ended on the virtual clock."""
-        order = _Order(jobs, list(self._jobs), None)
-        self._sorted = (self.stream.host.stream.time if after is None else after.time), order.place
+        time = self.stream.host.stream.time if after is None else after.time
+        self._sorted = time, place_in(jobs, self._jobs)
 
     def submit(self, work: Callable[[], object]) -> SimulatedJob:
         """Keep `work` until it is waited for."""
