@@ -168,7 +168,9 @@ class Source:
         self, dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None
     ) -> None:
         self.spec = dataset_spec(dataset)
-        self._trained_roles = _trained_roles(self.spec, trained_roles)
+        roles = trained_roles if self.spec.roles_to_train is None else self.spec.roles_to_train
+        # An empty list trains no role: then every row is accepted.
+        self._trained_roles = tuple(roles) if roles and not self.spec.train_on_inputs else None
 
     @cached_property
     def _parts(self) -> dict[str, Sequence[_Part]]:
@@ -264,14 +266,6 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
     size = min(max(round(count * val_fraction), 1), count - 1)
     order = np.random.default_rng(seed).permutation(count)
     return np.sort(order[size:]), np.sort(order[:size])
-
-
-def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[str, ...] | None:
-    if spec.train_on_inputs:
-        return None
-    roles = default if spec.roles_to_train is None else spec.roles_to_train
-    # An empty list trains no role: then every row is accepted.
-    return tuple(roles) if roles else None
 
 
 def _below(tables: Iterable[Table], folder: Path) -> list[Table]:
@@ -472,13 +466,7 @@ def _hub_splits(spec: DatasetSpec) -> _Parts:
 
 
 def _choose(splits: _Parts, wanted: str | dict[str, str] | None, name: str) -> _Parts:
-    """Choose splits and rename them to "train", "validation" and "test".
-
-    Args:
-        splits: All splits of the data set.
-        wanted: `DatasetSpec.split`.
-        name: Name of the data set, for messages.
-    """
+    """Choose splits as `DatasetSpec.split` says, and rename them to "train", "validation" and "test"."""
     if wanted is None:
         chosen = {_SPLIT_NAMES[split]: split for split in sorted(splits) if split in _SPLIT_NAMES}
         chosen |= {split: split for split in SPLITS if split in splits}
