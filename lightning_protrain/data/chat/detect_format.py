@@ -19,19 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 from lightning_protrain.data.chat.check_turns import THOUGHT_TAGS, THOUGHT_WORD
-from lightning_protrain.data.chat.known_formats import FAMILIES, family_called
+from lightning_protrain.data.chat.known_formats import EMPTY_THOUGHTS, FAMILIES, family_called
 from lightning_protrain.data.chat.markers import Markers, resolve
 from lightning_protrain.data.chat.mask import ASSISTANT
 from lightning_protrain.data.chat.render import Messages, Render
 from lightning_protrain.data.chat.verify_format import MAIN, ONE, THINKING, VerificationError, verify_family
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
-EMPTY_THOUGHTS = (
-    *("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>"),
-    *("<|channel>thought\n<channel|>", "[THINK][/THINK]"),
-)
-
-
+_EMPTY_THOUGHTS = (*EMPTY_THOUGHTS, "<|channel>thought\n<channel|>", "[THINK][/THINK]")
 _TAG = r"(<[^<>\s]+>|\[[^\[\]\s]+\])"
 _TAG_BEFORE, _TAG_BEHIND = re.compile(_TAG + r"\s*$"), re.compile(r"\s*" + _TAG)
 
@@ -47,7 +42,7 @@ def with_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render) -> 
     Returns:
         The markers with these exclusions.
     """
-    texts = dict.fromkeys((*EMPTY_THOUGHTS, *empty_thoughts(render, vocabulary)))
+    texts = dict.fromkeys((*_EMPTY_THOUGHTS, *empty_thoughts(render, vocabulary)))
     return _with(markers, vocabulary, (Exclusion("scaffold", text) for text in texts))
 
 
@@ -241,7 +236,16 @@ def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True)
     sample = _sample(render, vocabulary)
     if sample is None:
         raise ValueError("the template does not write two turns of user and assistant in order")
-    return _family(sample, vocabulary, by_prompt)
+    start, leads = _assistant_start(sample, vocabulary, by_prompt)
+    ends, user_start = _assistant_end(sample, vocabulary, start)
+    exclusions = [Exclusion("scaffold", lead) for lead in dict.fromkeys(leads) if THOUGHT_WORD.search(lead)]
+    if exclusions or "<think>" in vocabulary.added:
+        exclusions.append(Exclusion("thinking", "<think>", "</think>"))
+    boundaries = [RoleBoundary("assistant", (start,), ends)]
+    if user_start and user_start != start:
+        end = _whole_end(sample.answer[: sample.answer.rfind(start)], vocabulary)
+        boundaries.append(RoleBoundary("user", (user_start,), (end or None,)))
+    return Family("generic", tuple(boundaries), tuple(exclusions))
 
 
 def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
@@ -286,11 +290,7 @@ def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Famil
         for boundary in family.boundaries
     ]
     scaffold = [Exclusion("scaffold", text)] if text else []
-    return replace(
-        family,
-        boundaries=tuple(boundaries),
-        exclusions=(*family.exclusions, *scaffold),
-    )
+    return replace(family, boundaries=tuple(boundaries), exclusions=(*family.exclusions, *scaffold))
 
 
 def _prompt(render: Render, vocabulary: Vocabulary) -> str:
@@ -336,19 +336,6 @@ def _sample(render: Render, vocabulary: Vocabulary) -> _Sample | None:
         return None
     head, answer, between, final, tail = parts
     return _Sample(head, answer, between, final, tail, alone, prompted)
-
-
-def _family(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool) -> Family:
-    start, leads = _assistant_start(sample, vocabulary, by_prompt)
-    ends, user_start = _assistant_end(sample, vocabulary, start)
-    exclusions = [Exclusion("scaffold", lead) for lead in dict.fromkeys(leads) if THOUGHT_WORD.search(lead)]
-    if any(THOUGHT_WORD.search(lead) for lead in leads) or "<think>" in vocabulary.added:
-        exclusions.append(Exclusion("thinking", "<think>", "</think>"))
-    boundaries = [RoleBoundary("assistant", (start,), ends)]
-    if user_start and user_start != start:
-        end = _whole_end(sample.answer[: sample.answer.rfind(start)], vocabulary)
-        boundaries.append(RoleBoundary("user", (user_start,), (end or None,)))
-    return Family("generic", tuple(boundaries), tuple(exclusions))
 
 
 def _assistant_start(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool = True) -> tuple[str, list[str]]:

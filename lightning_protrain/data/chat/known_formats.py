@@ -5,9 +5,9 @@ from __future__ import annotations
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 
 _THINK = Exclusion("thinking", "<think>", "</think>")
-_EMPTY_THOUGHTS = (*("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>"),)
 # Empty thoughts that templates write before answers. At inference with thinking disabled, they are in the prompt.
-_TURN_SCAFFOLDS = tuple(Exclusion("scaffold", text) for text in _EMPTY_THOUGHTS)
+EMPTY_THOUGHTS = ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>")
+_TURN_SCAFFOLDS = tuple(Exclusion("scaffold", text) for text in EMPTY_THOUGHTS)
 _EVERYBODY = ("assistant", "user", "system", "developer", "tool")
 
 
