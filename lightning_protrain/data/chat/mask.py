@@ -70,7 +70,7 @@ def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: Mas
     """
     tokens = lay_out(rows)
     spans = scan(tokens, markers)
-    trainable = trainable_turns(spans, markers, options)
+    trainable = trained_roles(markers, options)[spans.role]
     begun = trainable & ((spans.end > spans.content) | (spans.stop > spans.end))
     turns = TokenTurns(tokens, spans, np.searchsorted(spans.start, tokens.borders), trainable, begun)
     # A last turn whose content is only a scaffold is a generation prompt.
@@ -218,11 +218,6 @@ class MaskOptions:
         return (ASSISTANT,) if self.roles_to_train is None else self.roles_to_train
 
 
-def trainable_turns(spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
-    """Return True for turns whose role is trained, of shape [turns]; see `trained_roles`."""
-    return trained_roles(markers, options)[spans.role]
-
-
 def trained_roles(markers: Markers, options: MaskOptions) -> Bools:
     """Return True for trained roles, of the length of `Markers.roles`.
 
@@ -268,7 +263,7 @@ def trained_tokens(
     Raises:
         ValueError: If the chat format has no markers for a trained role.
     """
-    trainable = trainable_turns(spans, markers, options)
+    trainable = trained_roles(markers, options)[spans.role]
     dropped = np.zeros(trainable.size, dtype=bool)
     if turn_weights is not None:
         dropped[trainable] = np.asarray(turn_weights) == 0
@@ -294,7 +289,7 @@ def token_weights(
         options: Options, as passed to `trained_tokens`.
         turn_weights: Weights, as passed to `trained_tokens`; trained tokens of other turns have weight 1.
     """
-    turns = trainable_turns(spans, markers, options)
+    turns = trained_roles(markers, options)[spans.role]
     values = np.asarray(turn_weights, dtype=np.float32)
     begin, stop = _disjoint(spans.start[turns], spans.stop[turns])
     return trained * np.repeat(*_runs(trained.size, begin, stop, values, np.float32(1)))
@@ -305,13 +300,7 @@ def _trained_turns(
 ) -> Bools:
     """Return True for the tokens of trained turns, of shape [tokens]; the caller excludes media tokens.
 
-    Args:
-        rows: Token ids.
-        spans: The turns.
-        markers: Markers with which the turns were found.
-        options: Options of the loss mask.
-        trainable: True for turns of a trained role with a weight above 0, of shape [turns].
-        dropped: True for turns of a trained role with weight 0, of shape [turns].
+    Of the turns of trained roles, `trainable` are those with a weight above 0, and `dropped` those with weight 0.
     """
     if not options.roles:
         return np.zeros(rows.ids.size, dtype=bool)
@@ -399,14 +388,8 @@ def _regions(start: Matches, end: Matches | None, spans: Spans, turns: Bools, ki
 
     A part extends from its start marker to the next end marker, or to the end of the turn. Its start marker may be
     within the start marker of the turn, for example if the generation prompt begins the reasoning. If reasoning is a
-    separate turn, the part includes the end marker of that turn.
-
-    Args:
-        start: Places of the start marker.
-        end: Places of the end marker; None if the start marker is the whole part.
-        spans: The turns.
-        turns: True for the turns in which to look for parts, of shape [turns].
-        kind: Kind of the exclusion.
+    separate turn, the part includes the end marker of that turn. Without `end`, the start marker is the whole part.
+    Only turns that are True in `turns` are searched.
     """
     turn = np.searchsorted(spans.start, start.position, side="right") - 1
     inside = (turn >= 0) & turns[turn] & (start.stop <= spans.end[turn])
