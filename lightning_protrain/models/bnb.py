@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
@@ -65,13 +65,9 @@ def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
         raise ValueError(f"`quantization` is refused by BitsAndBytesConfig: {error}") from error
 
 
-def float32_by_default() -> AbstractContextManager[None]:
-    """Return a context in which bitsandbytes makes its code tables in float32, as its kernels expect."""
-    return _default_dtype(torch.float32)
-
-
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors in a dtype within this context, unless they are given another one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -115,7 +111,7 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
     made = AutoHfQuantizer.from_config(quantizer(settings), pre_quantized=False)
     if is_installed():
         options = {"device_map": {"": "cpu"}, "checkpoint_files": None, "use_kernels": False}
-        with _default_dtype(model.dtype):  # dtype of biases and of the original weights
+        with default_dtype(model.dtype):  # dtype of biases and of the original weights
             made.preprocess_model(model=model, dtype=model.dtype, **options)
     else:
         model.is_quantized, model.quantization_method = True, made.quantization_config.quant_method

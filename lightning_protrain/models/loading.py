@@ -55,7 +55,7 @@ from lightning_protrain.data.extras import hidden_bars, missing_package
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import file_names, hub_file, hub_refusals, look_up
 from lightning_protrain.models.bnb import (
-    float32_by_default,
+    default_dtype,
     keep_layout,
     quantize_without_memory,
     quantizer,
@@ -341,16 +341,8 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> Tensor:
         return self.file.get_tensor(self.name)[index]
 
-    def without_values(self) -> Tensor:
-        """Return a tensor of this shape and dtype on the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
-
-def load_once(
-    trainer: Any,
-    load: Callable[[], T],
-    outline: Callable[[], T],
-) -> T:
+def load_once(trainer: Any, load: Callable[[], T], outline: Callable[[], T]) -> T:
     """Return `load()`, or `outline()` on ranks that will share the weights of another rank.
 
     Call it on every rank in `configure_model` of any module, with any strategy.
@@ -403,7 +395,8 @@ def load_model(
         _check(folder, kind, stored, options)
         if quantization is not None:
             options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
-        quantises = float32_by_default() if quantization is not None else nullcontext()
+        # The kernels of bitsandbytes expect its code tables in float32.
+        quantises = default_dtype(torch.float32) if quantization is not None else nullcontext()
         with quantises, hidden_bars(), waiting("Loading weights"):
             model, _ = kind.from_pretrained(None, state_dict=stored, **options)
         keep_layout(model)
@@ -578,13 +571,10 @@ def _remember(model: PreTrainedModel, folder: str) -> None:
 
 def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: dict[str, Any]) -> PreTrainedModel:
     """Return the model on the meta device; raise ValueError if names or shapes of stored weights do not match it."""
-    empty = {name: tensor.without_values() for name, tensor in stored.items()}
+    empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()}
     model: PreTrainedModel
     try:
-        with (
-            hidden_bars(),
-            _refusals_of_classes(options["config"]),
-        ):  # A bar would suggest that weights are being loaded.
+        with hidden_bars(), _refusals_of_classes(options["config"]):  # A bar would suggest that weights are loaded.
             model, loaded = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
     except RuntimeError as error:
         raise ValueError(

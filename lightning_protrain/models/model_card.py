@@ -166,11 +166,9 @@ def write_card(folder: Path, name: str, model: Any, facts: TrainingFacts) -> Non
 def _usage(name: str, kind: str, is_adapter: bool, is_chat: bool) -> list[str]:
     """Return lines of Python that load the model, and of a text model print an answer."""
     if kind != "AutoModelForCausalLM":
-        loads = f"from transformers import AutoProcessor, {kind}\n"
-        return [
-            loads,
-            *(f'{to} = {of}.from_pretrained("{name}")' for to, of in (("model", kind), ("processor", "AutoProcessor"))),
-        ]
+        loaded = (("model", kind), ("processor", "AutoProcessor"))
+        lines = [f'{to} = {of}.from_pretrained("{name}")' for to, of in loaded]
+        return [f"from transformers import AutoProcessor, {kind}\n", *lines]
     begin = ["from transformers import pipeline", "", f'answer = pipeline("text-generation", "{name}")']
     if is_adapter:
         begin = [
@@ -189,13 +187,7 @@ def _usage(name: str, kind: str, is_adapter: bool, is_chat: bool) -> list[str]:
 
 
 def _rows(settings: Mapping[str, Any], model: Any, run: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows that runs and checkpoints have in common.
-
-    Args:
-        settings: Hyperparameters of the module.
-        model: The trained model.
-        run: Numbers of the run by name; None if a number is unknown.
-    """
+    """Return the rows that runs and checkpoints have in common, of hyperparameters and of numbers of the run."""
     loss = settings.get("loss") or ("next-token cross-entropy" if "loss_chunk_tokens" in settings else "")
     beta = f", beta {settings['beta']:g}" if "beta" in settings else ""
     rate = f"{settings['learning_rate']:g}" if "learning_rate" in settings else ""
