@@ -32,30 +32,21 @@ _TAG_BEFORE, _TAG_BEHIND = re.compile(_TAG + r"\s*$"), re.compile(r"\s*" + _TAG)
 
 
 def with_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
-    """Exclude empty thoughts that templates write before answers, such as "<think></think>", from training.
+    """Return markers that exclude empty thoughts that templates write before answers, such as "<think></think>".
 
     Args:
-        markers: Markers that the user gave.
+        markers: Markers of a chat format.
         vocabulary: Vocabulary of the tokenizer.
         render: Renders messages.
-
-    Returns:
-        The markers with these exclusions.
     """
     texts = dict.fromkeys((*_EMPTY_THOUGHTS, *empty_thoughts(render, vocabulary)))
     return _with(markers, vocabulary, (Exclusion("scaffold", text) for text in texts))
 
 
 def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
-    """Exclude reasoning in tags such as "<think>" from training and, if needed, in tags that the template writes.
+    """Return markers that exclude reasoning in tags such as "<think>" and, if needed, in tags of the template.
 
-    Args:
-        markers: Markers of a chat format.
-        vocabulary: Vocabulary of the tokenizer.
-        render: Renders messages.
-
-    Returns:
-        The markers with these exclusions.
+    The arguments are those of `with_scaffolds`.
     """
     tagged = _with(markers, vocabulary, (Exclusion("thinking", f"<{tag}>", f"</{tag}>") for tag in THOUGHT_TAGS))
     if verify_family(render, vocabulary, tagged, quiet=True):
@@ -131,11 +122,7 @@ def find_family(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers
     """Return the chat format of a tokenizer and its markers, verified with the chat template.
 
     Known formats whose markers the template writes are tried, and then a format inferred from the template. The format
-    with the fewest failed features wins.
-
-    Args:
-        vocabulary: Vocabulary of the tokenizer.
-        render: Renders messages.
+    with the fewest failed features wins. The arguments are those of `with_scaffolds`.
 
     Raises:
         ValueError: If no chat format fits the template.
@@ -143,15 +130,14 @@ def find_family(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers
     text = _rendered(vocabulary, render)
     reasons: list[str] = []
     best: tuple[int, Family, Markers] | None = None
-    derived: list[tuple[str, Callable[[], Family]]] = [
+    last = "derived without its generation prompt"
+    tried: list[tuple[str, Callable[[], Family]]] = [
+        *((family.name, partial(replace, family)) for family in _candidates(text, vocabulary)),
         ("derived from the template", partial(infer_family, render, vocabulary)),
-        ("derived without its generation prompt", partial(infer_family, render, vocabulary, by_prompt=False)),
+        (last, partial(infer_family, render, vocabulary, by_prompt=False)),
     ]
-    named: list[tuple[str, Callable[[], Family]]] = [
-        (family.name, partial(replace, family)) for family in _candidates(text, vocabulary)
-    ]
-    for name, make in (*named, *derived):
-        if best is not None and (name, make) == derived[1]:
+    for name, make in tried:
+        if best is not None and name == last:
             break
         try:
             family = with_prompt(make(), render, vocabulary)
@@ -249,12 +235,7 @@ def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True)
 
 
 def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
-    """Return the empty thoughts that a template writes before answers without reasoning.
-
-    Args:
-        render: Renders messages.
-        vocabulary: Vocabulary of the tokenizer.
-    """
+    """Return the empty thoughts that a template writes before answers without reasoning."""
     sample = _sample(render, vocabulary)
     try:
         leads = [] if sample is None else _assistant_start(sample, vocabulary)[1]
@@ -264,15 +245,9 @@ def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
 
 
 def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Family:
-    """Exclude the end of the generation prompt, after the assistant's start marker, from training.
+    """Return a chat format that excludes the end of the generation prompt, after the assistant's start marker.
 
-    Args:
-        family: A chat format.
-        render: Renders messages.
-        vocabulary: Vocabulary of the tokenizer.
-
-    Returns:
-        The chat format with a further start marker that includes whitespace, and an exclusion for other text.
+    It has a further start marker that includes whitespace, and an exclusion for other text.
     """
     prompt = _prompt(render, vocabulary)
     starts = [start for boundary in family.boundaries if boundary.role == ASSISTANT for start in boundary.start]
