@@ -61,13 +61,7 @@ class TokenTurns:
 
 
 def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: MaskOptions) -> TokenTurns:
-    """Find the turns of tokenized conversations.
-
-    Args:
-        rows: Token ids of each conversation, of shape [tokens]; at least one conversation.
-        markers: Markers at which turns begin and end.
-        options: Options of the loss mask.
-    """
+    """Find the turns of one or more tokenized conversations."""
     tokens = lay_out(rows)
     spans = scan(tokens, markers)
     trainable = trained_roles(markers, options)[spans.role]
@@ -105,11 +99,7 @@ def mask_turns(
 ) -> LossMask:
     """Compute the loss mask of several conversations.
 
-    Args:
-        turns: The turns.
-        markers: Markers with which the turns were turns.
-        options: Options of the loss mask.
-        weights: For each row, the weights of its `begun` turns, or None for weights of 1. None means 1 for all turns.
+    `weights` has, for each row, the weights of its `begun` turns, or None for weights of 1. None means 1 for all turns.
     """
     spans = turns.spans
     every = None if weights is None else _spread(turns, weights)
@@ -282,12 +272,8 @@ def token_weights(
 ) -> NDArray[np.float32]:
     """Return the weight of each token in the loss, of shape [tokens]; untrained tokens have weight 0.
 
-    Args:
-        trained: Result of `trained_tokens`.
-        spans: Turns that `scan` returned.
-        markers: Markers, as passed to `scan`.
-        options: Options, as passed to `trained_tokens`.
-        turn_weights: Weights, as passed to `trained_tokens`; trained tokens of other turns have weight 1.
+    `trained` is the result of `trained_tokens`, and further arguments are as passed to it. Trained tokens outside of
+    trainable turns have weight 1.
     """
     turns = trained_roles(markers, options)[spans.role]
     values = np.asarray(turn_weights, dtype=np.float32)
