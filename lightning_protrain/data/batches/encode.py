@@ -45,7 +45,7 @@ from lightning_protrain.data.chat.mask import (
 )
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.conversation import Conversation, Document, MediaKind, Message, Preference, unit_of
+from lightning_protrain.data.conversation import Conversation, MediaKind, Message, Preference, unit_of
 from lightning_protrain.data.sources.dataset import DatasetReport, quartet
 from lightning_protrain.progress import bar
 
@@ -680,27 +680,17 @@ def _encode_labelled(
     return results, trainable[-1]
 
 
-def _mismatched(row: Preference, other: Preference) -> Conversation | Document:
+def _mismatched(row: Preference, other: Preference) -> Conversation:
     """Return the prompt of a row with the answer of another one."""
-    side: Any = dict(row["sides"][0])
-    answer: Any = other["sides"][0]
-    if "messages" in side:
-        side["messages"] = [*side["messages"][: row["num_prompt"]], *answer["messages"][other["num_prompt"] :]]
+    side, answer = row["sides"][0].copy(), other["sides"][0]
+    side["messages"] = [*side["messages"][: row["num_prompt"]], *answer["messages"][other["num_prompt"] :]]
     if "plain" in side and "plain" in answer:
         side["plain"] = {**side["plain"], "text": answer["plain"]["text"]}
-    if "text" in side:
-        side["text"] = answer["text"]
     return side
 
 
 def row_name(rows: Sequence[Any], number: int, name: str) -> str:
-    """Return the name of a row for messages, from `rows.where` if it exists.
-
-    Args:
-        rows: Rows of a data set.
-        number: Number of the row.
-        name: Name of the data set.
-    """
+    """Return the name of a row for messages: that of `rows.where` if it exists, or else data set and row number."""
     where = getattr(rows, "where", None)
     return str(where(number)) if where is not None else f"{name}, row {number}"
 
