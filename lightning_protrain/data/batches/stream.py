@@ -516,15 +516,9 @@ class StreamLoader:
         stream = copy.copy(self.sampler)
         stream.start = self._states.setdefault(trained, self.sampler.start)
         self._position = self._drawn = trained
-        self._batches = iter(
-            # An iterator draws a seed from this generator; drawing from the global generator would change dropout.
-            DataLoader(
-                stream,
-                batch_size=None,
-                generator=torch.Generator().manual_seed(stream.order.seed),
-                **self._options,
-            )
-        )
+        # An iterator draws a seed from this generator; drawing from the global generator would change dropout.
+        generator = torch.Generator().manual_seed(stream.order.seed)
+        self._batches = iter(DataLoader(stream, batch_size=None, generator=generator, **self._options))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of this rank after the latest two batches, and the settings for which they are valid."""
