@@ -443,12 +443,7 @@ class ChatDataModule(LightningDataModule):
         setattr(self, name, size)
 
     def take_size(self, name: str, size: int) -> None:
-        """Train with this size from now on; conversations that are longer are encoded again.
-
-        Args:
-            name: `"max_length"` or `"batch_size"`.
-            size: Number of tokens, or of rows.
-        """
+        """Train with a size, as in `try_size`, from now on; conversations that are longer are encoded again."""
         self._open.remove(name)
         self._loader = None
         self.batch_size = size if name == "batch_size" else self.batch_size
@@ -490,8 +485,7 @@ class ChatDataModule(LightningDataModule):
 
     def known_size(self, name: str) -> int | None:
         """Return `"max_length"` or `"batch_size"`; None if it is "auto" and not chosen yet."""
-        size: int | None = None if name in self._open else getattr(self, name)
-        return size
+        return None if name in self._open else getattr(self, name)
 
     def longest_row(self) -> int:
         """Return the number of tokens of the longest conversation in `examples`, with its padding in a batch."""
