@@ -79,7 +79,7 @@ def facts_of_run(trainer: Trainer, module: Any) -> TrainingFacts:
         "epochs": epochs,
     }
     specs = getattr(data, "specs", [])
-    names = [name for spec in specs for name in (spec.path if isinstance(spec.path, list) else [spec.path])]
+    names = [name for spec in specs for name in spec.paths]
     reports = [report for report in getattr(data, "reports", ()) if report.name.endswith(", train")]
     kept = sum(report.num_kept for report in reports)
     tokens = epochs * sum(report.num_trained * spec.repeat for report, spec in zip(reports, specs, strict=False))
@@ -102,12 +102,7 @@ def facts_of_run(trainer: Trainer, module: Any) -> TrainingFacts:
 
 
 def facts_of_checkpoint(content: Mapping[str, Any], model: Any) -> TrainingFacts:
-    """Return the facts in a checkpoint of CausalLMModule; those of ProTrainCheckpoint have the most.
-
-    Args:
-        content: The checkpoint.
-        model: The restored model.
-    """
+    """Return the facts in a checkpoint of CausalLMModule and its model; those of ProTrainCheckpoint have the most."""
     settings = content["hyper_parameters"]
     data: Mapping[str, Any] = next(
         (state for state in content.values() if isinstance(state, Mapping) and "sizes" in state), {}

@@ -354,8 +354,7 @@ def _named_files(path: str) -> list[Path]:
 
 def missing_files(spec: DatasetSpec) -> list[str]:
     """Return the local paths of a data set that do not exist; names on the Hub are not looked up."""
-    paths = list(map(str, spec.path if isinstance(spec.path, list) else [spec.path]))
-    return [path for path in paths if is_path(path) and not glob(str(Path(path).expanduser()), recursive=True)]
+    return [path for path in spec.paths if is_path(path) and not glob(str(Path(path).expanduser()), recursive=True)]
 
 
 def _folder_splits(folder: Path) -> _Parts:

@@ -236,8 +236,7 @@ class ArrowTable(Table):
         return len(self.dataset)
 
     def raw(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = self.dataset[int(index)].to_pylist()[0]
-        return row
+        return self.dataset[int(index)].to_pylist()[0]
 
     def raws(self, start: int = 0) -> Iterator[dict[str, Any]]:
         dataset = self.dataset.skip(start) if start else self.dataset
