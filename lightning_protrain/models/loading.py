@@ -33,6 +33,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_utils import local_torch_dtype
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -40,13 +41,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
-from transformers.utils import (
-    CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from lightning_protrain.config import format_bytes, plural
@@ -55,7 +50,6 @@ from lightning_protrain.data.extras import hidden_bars, missing_package
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import file_names, hub_file, hub_refusals, look_up
 from lightning_protrain.models.bnb import (
-    default_dtype,
     keep_layout,
     quantize_without_memory,
     quantizer,
@@ -294,11 +288,7 @@ def is_key(key: str, defaults: PretrainedConfig) -> bool:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise ValueError if the type, a key or a value of a config is wrong; transformers accepts unknown keys silently.
-
-    Args:
-        config: Keys of a config, including `model_type`.
-    """
+    """Raise ValueError if type, a key or a value of a config is wrong; transformers accepts unknown keys silently."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ValueError("`config` has no `model_type`. Give one, such as llama.")
@@ -396,7 +386,7 @@ def load_model(
         if quantization is not None:
             options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
         # The kernels of bitsandbytes expect its code tables in float32.
-        quantises = default_dtype(torch.float32) if quantization is not None else nullcontext()
+        quantises = local_torch_dtype(torch.float32) if quantization is not None else nullcontext()
         with quantises, hidden_bars(), waiting("Loading weights"):
             model, _ = kind.from_pretrained(None, state_dict=stored, **options)
         keep_layout(model)
