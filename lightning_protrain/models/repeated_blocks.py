@@ -56,12 +56,7 @@ _BLOCK = re.compile(r"^((?:(?!vision|audio).)*?\.(?:layers|h)\.)(\d+)(?=\.|$)")
 
 
 def method_options(method: Method, precision: str) -> dict[str, Any]:
-    """Return the arguments of CausalLMModule for a method: adapters, and dtype and quantisation of frozen weights.
-
-    Args:
-        method: The method.
-        precision: As in the Trainer.
-    """
+    """Return the arguments of CausalLMModule for a method: adapters, and dtype and quantisation of frozen weights."""
     if method == "full":
         return {}
     # Frozen weights in float16 cannot be traced on the CPU, because its autocast does not support the dtype.
