@@ -82,7 +82,6 @@ MORE_ARGUMENTS = {
     "device.topology.probe": 6,
     "models.loading.load_model": 7,
     "models.loading.outline_model": 7,
-    "models.loss.chunked_cross_entropy": 6,
     "profiler.profile.profile_model": 8,
     "runtime.optim.step.bound_norm": 6,
     "runtime.optim.step.fused_host_step": 6,

@@ -343,7 +343,7 @@ class ChatDataModule(LightningDataModule):
     @property
     def processor(self) -> Any:
         """The model's processor with `processor_kwargs`, after `setup`; None if the data has no media."""
-        has_media = any(not _are_texts(part) for parts in self.examples.values() for part in parts)
+        has_media = any(isinstance(part, MediaRows) for parts in self.examples.values() for part in parts)
         if self._chats is None or not (has_media or self.processor_kwargs):
             return None
         processor = self._chats.processor(self.processor_kwargs)
@@ -430,10 +430,7 @@ class ChatDataModule(LightningDataModule):
         """
         longest = self._longest("train")
         most = MOST_ROWS if self.streams else -(-len(self._blocks("train")) // self._place[1])
-        sizes = {
-            "max_length": (longest if self.rows_with_media() else 1, longest),
-            "batch_size": (1, most),
-        }
+        sizes = {"max_length": (longest if self.rows_with_media() else 1, longest), "batch_size": (1, most)}
         return {name: sizes[name] for name in self._open}
 
     def try_size(self, name: str, size: int) -> None:
@@ -446,12 +443,7 @@ class ChatDataModule(LightningDataModule):
         setattr(self, name, size)
 
     def take_size(self, name: str, size: int) -> None:
-        """Train with this size from now on; conversations that are longer are encoded again.
-
-        Args:
-            name: `"max_length"` or `"batch_size"`.
-            size: Number of tokens, or of rows.
-        """
+        """Train with a size, as in `try_size`, from now on; conversations that are longer are encoded again."""
         self._open.remove(name)
         self._loader = None
         self.batch_size = size if name == "batch_size" else self.batch_size
@@ -493,8 +485,7 @@ class ChatDataModule(LightningDataModule):
 
     def known_size(self, name: str) -> int | None:
         """Return `"max_length"` or `"batch_size"`; None if it is "auto" and not chosen yet."""
-        size: int | None = None if name in self._open else getattr(self, name)
-        return size
+        return None if name in self._open else getattr(self, name)
 
     def longest_row(self) -> int:
         """Return the number of tokens of the longest conversation in `examples`, with its padding in a batch."""
@@ -654,11 +645,6 @@ class ChatDataModule(LightningDataModule):
     def _encode(self, index: int, split: str, texts_only: bool) -> tuple[Sequence[Encoded], DatasetReport]:
         """Load a split of a data set from the cache, or tokenize and cache it.
 
-        Args:
-            index: Number of the data set.
-            split: Name of the split.
-            texts_only: True refuses conversations with media.
-
         Raises:
             HasMedia: If the split has media and `texts_only` is True.
         """
@@ -732,18 +718,18 @@ class ChatDataModule(LightningDataModule):
         size = 1 if self.objective == "tokens" else 2
         order = np.arange(len(lengths) // size)
         if split == "train" and not in_order:
-            begins = self._begins(split)
             units = [len(part) // size for part in self.examples[split]]
-            order = np.concatenate(
-                [rows + begin // size for rows, begin in zip(self._epoch_rows(units), begins, strict=True)]
-            )
+            begins = np.cumsum([0, *units[:-1]])
+            order = np.concatenate([rows + begin for rows, begin in zip(self._epoch_rows(units), begins, strict=True)])
         order = (order[:, None] * size + np.arange(size)).ravel()
         if size == 2:
-            return _of(pair_blocks(lengths[order]), order)
-        if in_order or split != "train" or not self.packs:
-            return _of(single_blocks(lengths[order]), order)
-        alone = np.concatenate([np.full(len(part), not _are_texts(part)) for part in self.examples[split]])
-        return _of(pack(lengths[order], self.max_length, alone=alone[order], seed=self.seed), order)
+            blocks = pair_blocks(lengths[order])
+        elif in_order or split != "train" or not self.packs:
+            blocks = single_blocks(lengths[order])
+        else:
+            alone = np.concatenate([np.full(len(part), isinstance(part, MediaRows)) for part in self.examples[split]])
+            blocks = pack(lengths[order], self.max_length, alone=alone[order], seed=self.seed)
+        return replace(blocks, examples=order[blocks.examples])
 
     def _epoch_rows(self, counts: Sequence[int]) -> list[NDArray[np.int64]]:
         """Return the row numbers of each training data set in an epoch, given the number of its rows."""
@@ -758,10 +744,6 @@ class ChatDataModule(LightningDataModule):
             np.resize(rng.permutation(count), round(weight * rate))
             for count, weight in zip(counts, weights, strict=True)
         ]
-
-    def _begins(self, split: str) -> list[int]:
-        sizes = [len(part) for part in self.examples[split]]
-        return [sum(sizes[:index]) for index in range(len(sizes))]
 
     def _collator(self, split: str) -> Collator:
         assert self.tokenizer is not None, "setup comes first"
@@ -830,17 +812,8 @@ def _settings(knobs: dict[str, Any]) -> ChatSettings:
     return ChatSettings(template_kwargs=template or {}, processor_kwargs=processor or {}, **rest)
 
 
-def _are_texts(part: Sequence[Encoded]) -> bool:
-    return not isinstance(part, MediaRows)
-
-
-def _num_media(part: Any) -> Any:
-    return np.zeros(len(part), dtype=np.int64) if _are_texts(part) else part.num_media
-
-
-def _of(blocks: Blocks, order: Any) -> Blocks:
-    """Replace each example number `i` of the blocks by `order[i]`."""
-    return replace(blocks, examples=order[blocks.examples])
+def _num_media(part: Sequence[Encoded]) -> NDArray[np.int64]:
+    return part.num_media if isinstance(part, MediaRows) else np.zeros(len(part), dtype=np.int64)
 
 
 def _check_objective(reports: Sequence[DatasetReport], packing: bool | None) -> None:

@@ -6,6 +6,7 @@ the folder.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import struct
@@ -23,7 +24,6 @@ from lightning_protrain.data.extras import hidden_bars
 from lightning_protrain.progress import waiting
 
 PACKAGE = "package://"
-_READ_BYTES = 1 << 24
 
 
 def local_name(name: str) -> str:
@@ -73,10 +73,8 @@ def _converted(file: Path, nbytes: int, changed: int) -> str:
         nbytes: Size of the file, bytes; together with `changed` it makes `cache` miss if the file changes.
         changed: Modification time of the file, nanoseconds.
     """
-    content = xxhash.xxh3_128()
     with file.open("rb") as opened:
-        while part := opened.read(_READ_BYTES):
-            content.update(part)
+        content = hashlib.file_digest(opened, xxhash.xxh3_128)
     folder = CACHE_DIR / "gguf" / f"{file.stem}-{content.hexdigest()[:16]}"
     if folder.is_dir():
         return str(folder)

@@ -6,8 +6,7 @@ Importing bitsandbytes takes seconds, so only functions that use it import it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -65,21 +65,6 @@ def quantizer(settings: Mapping[str, Any]) -> BitsAndBytesConfig:
         raise ValueError(f"`quantization` is refused by BitsAndBytesConfig: {error}") from error
 
 
-def float32_by_default() -> AbstractContextManager[None]:
-    """Return a context in which bitsandbytes makes its code tables in float32, as its kernels expect."""
-    return _default_dtype(torch.float32)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def keep_layout(model: PreTrainedModel) -> None:
     """Let evaluation on a CPU leave quantised weights as they are.
 
@@ -103,10 +88,6 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
 
     Without bitsandbytes these are layers of planned_layers.py, which serve for a plan.
 
-    Args:
-        model: Model on the meta device.
-        settings: As in `quantizer`.
-
     Raises:
         ValueError: If the model is not on the meta device.
     """
@@ -115,7 +96,7 @@ def quantize_without_memory(model: PreTrainedModel, settings: Mapping[str, Any])
     made = AutoHfQuantizer.from_config(quantizer(settings), pre_quantized=False)
     if is_installed():
         options = {"device_map": {"": "cpu"}, "checkpoint_files": None, "use_kernels": False}
-        with _default_dtype(model.dtype):  # dtype of biases and of the original weights
+        with local_torch_dtype(model.dtype):  # dtype of biases and of the original weights
             made.preprocess_model(model=model, dtype=model.dtype, **options)
     else:
         model.is_quantized, model.quantization_method = True, made.quantization_config.quant_method

@@ -37,10 +37,6 @@ def float32_weights(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the state dict of a checkpoint with masters in place of bfloat16 weights, and other weights as float32.
 
     Warn if bfloat16 weights have no masters.
-
-    Args:
-        content: Content of the checkpoint.
-        name: Name of the checkpoint, for the warning.
     """
     masters, weights = masters_in(content), content["state_dict"]
     adapted = any(".lora_" in key for key in weights)  # Then the other weights are frozen, as a rule.

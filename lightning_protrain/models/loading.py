@@ -33,6 +33,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_utils import local_torch_dtype
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -40,13 +41,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
-from transformers.utils import (
-    CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from lightning_protrain.config import format_bytes, plural
@@ -55,7 +50,6 @@ from lightning_protrain.data.extras import hidden_bars, missing_package
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import file_names, hub_file, hub_refusals, look_up
 from lightning_protrain.models.bnb import (
-    float32_by_default,
     keep_layout,
     quantize_without_memory,
     quantizer,
@@ -294,11 +288,7 @@ def is_key(key: str, defaults: PretrainedConfig) -> bool:
 
 
 def check_config(config: dict[str, Any]) -> None:
-    """Raise ValueError if the type, a key or a value of a config is wrong; transformers accepts unknown keys silently.
-
-    Args:
-        config: Keys of a config, including `model_type`.
-    """
+    """Raise ValueError if type, a key or a value of a config is wrong; transformers accepts unknown keys silently."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ValueError("`config` has no `model_type`. Give one, such as llama.")
@@ -341,16 +331,8 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> Tensor:
         return self.file.get_tensor(self.name)[index]
 
-    def without_values(self) -> Tensor:
-        """Return a tensor of this shape and dtype on the meta device."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
-
-def load_once(
-    trainer: Any,
-    load: Callable[[], T],
-    outline: Callable[[], T],
-) -> T:
+def load_once(trainer: Any, load: Callable[[], T], outline: Callable[[], T]) -> T:
     """Return `load()`, or `outline()` on ranks that will share the weights of another rank.
 
     Call it on every rank in `configure_model` of any module, with any strategy.
@@ -403,7 +385,8 @@ def load_model(
         _check(folder, kind, stored, options)
         if quantization is not None:
             options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
-        quantises = float32_by_default() if quantization is not None else nullcontext()
+        # The kernels of bitsandbytes expect its code tables in float32.
+        quantises = local_torch_dtype(torch.float32) if quantization is not None else nullcontext()
         with quantises, hidden_bars(), waiting("Loading weights"):
             model, _ = kind.from_pretrained(None, state_dict=stored, **options)
         keep_layout(model)
@@ -578,13 +561,10 @@ def _remember(model: PreTrainedModel, folder: str) -> None:
 
 def _check(folder: str, kind: Any, stored: Mapping[str, StoredTensor], options: dict[str, Any]) -> PreTrainedModel:
     """Return the model on the meta device; raise ValueError if names or shapes of stored weights do not match it."""
-    empty = {name: tensor.without_values() for name, tensor in stored.items()}
+    empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in stored.items()}
     model: PreTrainedModel
     try:
-        with (
-            hidden_bars(),
-            _refusals_of_classes(options["config"]),
-        ):  # A bar would suggest that weights are being loaded.
+        with hidden_bars(), _refusals_of_classes(options["config"]):  # A bar would suggest that weights are loaded.
             model, loaded = kind.from_pretrained(None, state_dict=empty, **{**options, "device_map": {"": "meta"}})
     except RuntimeError as error:
         raise ValueError(

@@ -45,7 +45,6 @@ def chunked_cross_entropy(
     head: nn.Module,
     labels: Tensor,
     chunk_tokens: int = 1024,
-    ignore_index: int = IGNORE_INDEX,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Sum the next-token losses of the labelled tokens, a slice of tokens at a time.
@@ -59,9 +58,8 @@ def chunked_cross_entropy(
         hidden: Last hidden states, [batch, seq, hidden].
         head: Maps [tokens, hidden] to logits, [tokens, vocab]. It is called with its hooks, once per slice in forward
             and once per slice in backward.
-        labels: Token ids, [batch, seq], not shifted; `ignore_index` marks tokens that are not scored.
+        labels: Token ids, [batch, seq], not shifted; `IGNORE_INDEX` marks tokens that are not scored.
         chunk_tokens: Maximum number of tokens whose logits exist at the same time.
-        ignore_index: Label of a token that is not scored.
         weights: Factors of the token losses, float32 of shape [batch, seq], not shifted; None means 1 for all.
 
     Returns:
@@ -71,7 +69,7 @@ def chunked_cross_entropy(
     Raises:
         ValueError: If `chunk_tokens` is below 1, or if the shapes of `hidden` and `labels` disagree.
     """
-    selected, targets, positions = labelled(hidden, labels, chunk_tokens, ignore_index)
+    selected, targets, positions = labelled(hidden, labels, chunk_tokens)
     factors: Sequence[Tensor | None] = [None] * max(-(-len(targets) // chunk_tokens), 1)
     if weights is not None:
         shifted = F.pad(weights[:, 1:], (0, 1)).flatten()
@@ -107,9 +105,7 @@ def token_logps(hidden: Tensor, head: nn.Module, labels: Tensor, chunk_tokens: i
     return zeros.index_copy(0, positions, torch.cat(parts)).view(labels.shape)
 
 
-def labelled(
-    hidden: Tensor, labels: Tensor, chunk_tokens: int, ignore_index: int = IGNORE_INDEX
-) -> tuple[Tensor, Tensor, Tensor]:
+def labelled(hidden: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the labelled hidden states [tokens, hidden], their targets and flat positions, both int64 [tokens].
 
     The arguments and errors are those of `chunked_cross_entropy`.
@@ -122,8 +118,8 @@ def labelled(
             f"their shape is {tuple(labels.shape)}."
         )
     # Shift the labels, not the hidden states: flattening shifted hidden states would copy them.
-    targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index).flatten()
-    positions = (targets != ignore_index).nonzero().squeeze(1)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()
+    positions = (targets != IGNORE_INDEX).nonzero().squeeze(1)
     return hidden.flatten(0, 1).index_select(0, positions), targets.index_select(0, positions), positions
 
 

@@ -187,8 +187,7 @@ def attend(
     """Compute attention as `sdpa` does, span by span if `attention_mask` is `RowSpans`."""
     if isinstance(attention_mask, RowSpans):
         return attention_mask.attend(module, (query, key, value), options), None
-    result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return result
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 AttentionInterface.register(NAME, attend)

@@ -79,7 +79,7 @@ def facts_of_run(trainer: Trainer, module: Any) -> TrainingFacts:
         "epochs": epochs,
     }
     specs = getattr(data, "specs", [])
-    names = [name for spec in specs for name in (spec.path if isinstance(spec.path, list) else [spec.path])]
+    names = [name for spec in specs for name in spec.paths]
     reports = [report for report in getattr(data, "reports", ()) if report.name.endswith(", train")]
     kept = sum(report.num_kept for report in reports)
     tokens = epochs * sum(report.num_trained * spec.repeat for report, spec in zip(reports, specs, strict=False))
@@ -102,12 +102,7 @@ def facts_of_run(trainer: Trainer, module: Any) -> TrainingFacts:
 
 
 def facts_of_checkpoint(content: Mapping[str, Any], model: Any) -> TrainingFacts:
-    """Return the facts in a checkpoint of CausalLMModule; those of ProTrainCheckpoint have the most.
-
-    Args:
-        content: The checkpoint.
-        model: The restored model.
-    """
+    """Return the facts in a checkpoint of CausalLMModule and its model; those of ProTrainCheckpoint have the most."""
     settings = content["hyper_parameters"]
     data: Mapping[str, Any] = next(
         (state for state in content.values() if isinstance(state, Mapping) and "sizes" in state), {}
@@ -166,11 +161,9 @@ def write_card(folder: Path, name: str, model: Any, facts: TrainingFacts) -> Non
 def _usage(name: str, kind: str, is_adapter: bool, is_chat: bool) -> list[str]:
     """Return lines of Python that load the model, and of a text model print an answer."""
     if kind != "AutoModelForCausalLM":
-        loads = f"from transformers import AutoProcessor, {kind}\n"
-        return [
-            loads,
-            *(f'{to} = {of}.from_pretrained("{name}")' for to, of in (("model", kind), ("processor", "AutoProcessor"))),
-        ]
+        loaded = (("model", kind), ("processor", "AutoProcessor"))
+        lines = [f'{to} = {of}.from_pretrained("{name}")' for to, of in loaded]
+        return [f"from transformers import AutoProcessor, {kind}\n", *lines]
     begin = ["from transformers import pipeline", "", f'answer = pipeline("text-generation", "{name}")']
     if is_adapter:
         begin = [
@@ -189,13 +182,7 @@ def _usage(name: str, kind: str, is_adapter: bool, is_chat: bool) -> list[str]:
 
 
 def _rows(settings: Mapping[str, Any], model: Any, run: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows that runs and checkpoints have in common.
-
-    Args:
-        settings: Hyperparameters of the module.
-        model: The trained model.
-        run: Numbers of the run by name; None if a number is unknown.
-    """
+    """Return the rows that runs and checkpoints have in common, of hyperparameters and of numbers of the run."""
     loss = settings.get("loss") or ("next-token cross-entropy" if "loss_chunk_tokens" in settings else "")
     beta = f", beta {settings['beta']:g}" if "beta" in settings else ""
     rate = f"{settings['learning_rate']:g}" if "learning_rate" in settings else ""

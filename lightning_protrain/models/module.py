@@ -594,11 +594,8 @@ class CausalLMModule(RestorableModule):
         if self.trainer.world_size == 1 and getattr(session, "dry_run", None) is None:  # A dry run needs no weights.
             self.check_model()
         # Reuse the callback of an earlier run: Lightning would print a message if it were replaced.
-        return (
-            []
-            if any(isinstance(callback, SharedFailure) for callback in getattr(self.trainer, "callbacks", ()))
-            else [SharedFailure()]
-        )
+        has_one = any(isinstance(callback, SharedFailure) for callback in getattr(self.trainer, "callbacks", ()))
+        return [] if has_one else [SharedFailure()]
 
     def check_model(self) -> None:
         """Raise ValueError if `model` names no weights that can be trained, or bitsandbytes is needed and missing."""

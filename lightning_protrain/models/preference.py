@@ -362,13 +362,7 @@ class PreferenceModule(CausalLMModule):
         """Compute the reference unless that has happened."""
         self._prepare_reference()
 
-    def on_validation_start(self) -> None:
-        """Compute the reference unless that has happened."""
-        self._prepare_reference()
-
-    def on_test_start(self) -> None:
-        """Compute the reference unless that has happened."""
-        self._prepare_reference()
+    on_validation_start = on_test_start = on_train_start
 
     def _prepare_reference(self) -> None:
         """Make sure that the table has all rows of the run: it is that of the checkpoint, cached, or computed now.

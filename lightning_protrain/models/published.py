@@ -5,7 +5,7 @@ Shipped configs come before the Hub, because they are equal to the published one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,10 @@ def find_config(name: str) -> NamedConfig:
 def _shipped(name: str) -> Published | None:
     """Return the shipped model called `name` (in any case, with or without its owner), or None."""
     wanted = name.lower()
-    matches: Iterable[Published] = (
-        model for model in published().values() if wanted in (model.name.lower(), model.name.lower().rpartition("/")[2])
-    )
-    return next(iter(matches), None)
+    for model in published().values():
+        if wanted in (model.name.lower(), model.name.lower().rpartition("/")[2]):
+            return model
+    return None
 
 
 def _keys(config: PretrainedConfig, name: str) -> dict[str, Any]:

@@ -108,13 +108,7 @@ class ReferenceTable:
 
 
 def refusal(unknown: int, rows: int, where: str) -> str:
-    """Return the message for rows without a reference.
-
-    Args:
-        unknown: Number of such rows.
-        rows: Number of all rows.
-        where: Place of the rows, such as "this batch".
-    """
+    """Return the message that `unknown` of all `rows` at a place, such as "this batch", have no reference."""
     return (
         f"{unknown} of {plural(rows, 'row')} of {where} have no log-probability of the reference model: they were not "
         "in the training and validation data when the run began, and its weights of that time are gone. Resume with "

@@ -49,23 +49,14 @@ UNIFORM = (
 # many small steps.
 SLOW = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 LORA = {"r": 16, "lora_alpha": 32}
-FOUR_BITS = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-}
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 _Record = TypeVar("_Record")
 # The number of a block of the language model in the name of a module or parameter: towers for media do not deepen.
 _BLOCK = re.compile(r"^((?:(?!vision|audio).)*?\.(?:layers|h)\.)(\d+)(?=\.|$)")
 
 
 def method_options(method: Method, precision: str) -> dict[str, Any]:
-    """Return the arguments of CausalLMModule for a method: adapters, and dtype and quantisation of frozen weights.
-
-    Args:
-        method: The method.
-        precision: As in the Trainer.
-    """
+    """Return the arguments of CausalLMModule for a method: adapters, and dtype and quantisation of frozen weights."""
     if method == "full":
         return {}
     # Frozen weights in float16 cannot be traced on the CPU, because its autocast does not support the dtype.

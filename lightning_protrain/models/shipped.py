@@ -36,8 +36,7 @@ class Published:
     @property
     def text(self) -> Mapping[str, Any]:
         """Keys of the config of the language model."""
-        text: Mapping[str, Any] = self.config.get("text_config", self.config)
-        return text
+        return self.config.get("text_config", self.config)
 
     @property
     def positions(self) -> int:

@@ -83,22 +83,14 @@ def test_d2_the_stop_token_is_trained_where_it_pads_too(tmp_path: Path) -> None:
     assert torch.equal(batch["labels"][stops], batch["input_ids"][stops])
 
 
-def test_d3_what_a_tool_answers_is_not_trained() -> None:
-    encoder = _encoder(llama3(FORMATS["llama3"].template))
+@pytest.mark.parametrize(("name", "end"), [("llama3", "<|eot_id|>"), ("gemma4", "<turn|>")])
+def test_d3_and_d4_what_a_tool_answers_is_not_trained(name: str, end: str) -> None:
+    encoder = _encoder(llama3(FORMATS[name].template) if name == "llama3" else _trained(name))
     calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     kept = _kept(encoder, ("user", "?"), calls, {"role": "tool", "content": "SECRET 20"}, ("assistant", "It is 20."))
     assert "SECRET" not in kept
     assert "lookup" in kept
-    assert kept.endswith("It is 20.<|eot_id|>")
-
-
-def test_d4_what_a_tool_answers_within_a_turn_is_not_trained() -> None:
-    encoder = _encoder(_trained("gemma4"))
-    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    kept = _kept(encoder, ("user", "?"), calls, {"role": "tool", "content": "SECRET 20"}, ("assistant", "It is 20."))
-    assert "SECRET" not in kept
-    assert "lookup" in kept
-    assert kept.endswith("It is 20.<turn|>")
+    assert kept.endswith(f"It is 20.{end}")
 
 
 @pytest.mark.parametrize("name", ["mistral", "deepseek-v3.1"])

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_protrain.data.chat.chat_format import Family
 from lightning_protrain.data.chat.detect_format import family_named, find_family
 from lightning_protrain.data.chat.known_formats import (
-    _EASTERN,
-    _WESTERN,
+    _FAMILIES,
     ALIASES,
     FAMILIES,
     KIMI,
@@ -49,13 +48,10 @@ def test_an_alias_is_the_same_family() -> None:
     assert all(name == name.lower() and "_" not in name for name in FAMILIES)
 
 
-SINGLE = (*_EASTERN, *_WESTERN)
-
-
-@pytest.mark.parametrize("family", SINGLE, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", _FAMILIES, ids=lambda family: family.name)
 def test_a_family_has_both_sides_and_a_name_of_its_own(family: Family) -> None:
     assert {"assistant", "user"} <= set(family.roles)
-    assert [one.name for one in SINGLE].count(family.name) == 1
+    assert [one.name for one in _FAMILIES].count(family.name) == 1
 
 
 def _kept(tokenizer: Any, ids: list[int], markers: Markers) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lightning_protrain.data.chat import mask
 from lightning_protrain.data.chat.marker_search import lay_out
 from lightning_protrain.data.chat.markers import Markers
-from lightning_protrain.data.chat.mask import MaskOptions, token_weights, trainable_turns, trained_tokens
+from lightning_protrain.data.chat.mask import MaskOptions, token_weights, trained_roles, trained_tokens
 from lightning_protrain.data.chat.turns import scan
 from tests.data.cases import Case, random_case
 from tests.data.reference_mask import reference_mask
@@ -51,7 +51,7 @@ def test_anything_is_masked_as_by_the_rules(seed: int) -> None:
     for _ in range(200):
         case = random_case(rng)
         spans = scan(lay_out(case.rows), case.markers)
-        count = int(trainable_turns(spans, case.markers, case.options).sum())
+        count = int(trained_roles(case.markers, case.options)[spans.role].sum())
         agree(case, [rng.choice([0.0, 1.0, 0.5]) for _ in range(count)] if rng.random() < 0.3 else None)
 
 

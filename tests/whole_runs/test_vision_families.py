@@ -101,7 +101,7 @@ def _check_mask(name: str, encoder: MediaEncoder) -> None:
             last = family.end if family.last_end is None else family.last_end
             assert trained == [f"maple{family.end}", f"still maple{last}"]
             assert encoded.media == kinds
-            extras = encoded.extras.keys() - TOKEN_EXTRAS.keys()
+            extras = encoded.extras.keys() - TOKEN_EXTRAS
             assert ({"image", "video"} & {*kinds} != set()) == any(extra.startswith("pixel_values") for extra in extras)
             assert ("audio" in kinds) == ("input_features" in extras)
 

@@ -45,7 +45,7 @@ from lightning_protrain.data.chat.mask import (
 )
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.conversation import Conversation, Document, MediaKind, Message, Preference, unit_of
+from lightning_protrain.data.conversation import Conversation, MediaKind, Message, Preference, unit_of
 from lightning_protrain.data.sources.dataset import DatasetReport, quartet
 from lightning_protrain.progress import bar
 
@@ -100,8 +100,8 @@ class Encoded:
         return replace(self, trained=np.zeros_like(self.trained))
 
 
-# Names of the tensors in `Encoded.extras` with a value for each token, and the dimension of the tokens.
-TOKEN_EXTRAS = {"token_type_ids": 1, "mm_token_type_ids": 1, "cross_attention_mask": 1}
+# Names of the tensors in `Encoded.extras` with a value for each token; tokens are their second dimension.
+TOKEN_EXTRAS = frozenset({"token_type_ids", "mm_token_type_ids", "cross_attention_mask"})
 
 
 class Dropped(Enum):
@@ -136,9 +136,7 @@ def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
     length = cut_before(encoded.borders, max_length)
     if encoded.media and not 0 < encoded.media_stop <= length:
         return _CUT[encoded.media[-1]]
-    if encoded.num_trained and not encoded.trained[1:length].any():
-        return Dropped.NOTHING_TRAINED
-    if length == 0:
+    if length == 0 or (encoded.num_trained and not encoded.trained[1:length].any()):
         return Dropped.NOTHING_TRAINED
     return replace(
         encoded,
@@ -146,7 +144,7 @@ def truncate(encoded: Encoded, max_length: int) -> Encoded | Dropped:
         trained=encoded.trained[:length],
         weights=None if encoded.weights is None else encoded.weights[:length],
         borders=encoded.borders[encoded.borders[:, 1] <= length],
-        extras=_truncate_extras(encoded.extras, length),
+        extras={name: value[:, :length] if name in TOKEN_EXTRAS else value for name, value in encoded.extras.items()},
     )
 
 
@@ -162,13 +160,6 @@ def cut_before(borders: NDArray[np.int32], length: int) -> int:
         if not len(cut):
             return length
         length = int(cut[:, 0].min())
-
-
-def _truncate_extras(extras: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
-    truncated = dict(extras)
-    for name in TOKEN_EXTRAS.keys() & truncated.keys():
-        truncated[name] = truncated[name][:, :length]
-    return truncated
 
 
 OnUntrainable = Literal["error", "drop", "warn"]
@@ -415,9 +406,8 @@ class ChatEncoder:
 
     def _ranges(self, turns: TokenTurns, ids: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
         """Return `Encoded.borders` of each row; empty if no row will be truncated."""
-        nothing = np.empty((0, 2), dtype=np.int32)
         if max(map(len, ids)) <= self.max_length:
-            return [nothing] * len(ids)
+            return [_no_borders()] * len(ids)
         whole = unsplittable_ranges(turns, self.markers, self.options)
         parts = np.split(whole, np.searchsorted(whole[:, 0], turns.rows.borders[1:-1]))
         return [(part - begin).astype(np.int32) for part, begin in zip(parts, turns.rows.borders, strict=False)]
@@ -484,16 +474,14 @@ class EncodedRows(Sequence[Encoded]):
 
     def save(self, folder: Path) -> None:
         """Write the arrays to files in `folder`, and wait until the files are on the disk."""
-        arrays: dict[str, NDArray[Any]] = {"lengths": self.lengths, "ids": self._ids, "trained": self._trained}
-        if self._weights is not None:
-            arrays["weights"] = self._weights
-        if self.labels is not None:
-            arrays["labels"] = self.labels
+        arrays: dict[str, NDArray[Any] | None] = {"lengths": self.lengths, "ids": self._ids, "trained": self._trained}
+        arrays |= {"weights": self._weights, "labels": self.labels}
         for name, array in arrays.items():
-            with (folder / f"{name}.npy").open("wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
+            if array is not None:
+                with (folder / f"{name}.npy").open("wb") as file:
+                    np.save(file, array)
+                    file.flush()
+                    os.fsync(file.fileno())
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -674,12 +662,8 @@ def _encode_labelled(
     """Encode labelled answers; return two examples or an error for each row, and the last row that can be trained.
 
     The second example has the same prompt with another answer, by which KTO estimates how far the model has moved
-    (https://arxiv.org/abs/2402.01306, section 4.1). It is the answer of the row before, among rows that can be trained.
-
-    Args:
-        rows: Some rows of a split.
-        encoder: Encoder of the split.
-        other: The last earlier row that can be trained; None gives the first row the answer of the last of `rows`.
+    (https://arxiv.org/abs/2402.01306, section 4.1). It is the answer of the row before, among rows that can be trained:
+    `other` is the last one before `rows`. If it is None, the first row gets the answer of the last one.
     """
     results: list[Any] = encode_part([row["sides"][0] for row in rows], encoder)
     places = [place for place, result in enumerate(results) if isinstance(result, Encoded)]
@@ -696,27 +680,17 @@ def _encode_labelled(
     return results, trainable[-1]
 
 
-def _mismatched(row: Preference, other: Preference) -> Conversation | Document:
+def _mismatched(row: Preference, other: Preference) -> Conversation:
     """Return the prompt of a row with the answer of another one."""
-    side: Any = dict(row["sides"][0])
-    answer: Any = other["sides"][0]
-    if "messages" in side:
-        side["messages"] = [*side["messages"][: row["num_prompt"]], *answer["messages"][other["num_prompt"] :]]
+    side, answer = row["sides"][0].copy(), other["sides"][0]
+    side["messages"] = [*side["messages"][: row["num_prompt"]], *answer["messages"][other["num_prompt"] :]]
     if "plain" in side and "plain" in answer:
         side["plain"] = {**side["plain"], "text": answer["plain"]["text"]}
-    if "text" in side:
-        side["text"] = answer["text"]
     return side
 
 
 def row_name(rows: Sequence[Any], number: int, name: str) -> str:
-    """Return the name of a row for messages, from `rows.where` if it exists.
-
-    Args:
-        rows: Rows of a data set.
-        number: Number of the row.
-        name: Name of the data set.
-    """
+    """Return the name of a row for messages: that of `rows.where` if it exists, or else data set and row number."""
     where = getattr(rows, "where", None)
     return str(where(number)) if where is not None else f"{name}, row {number}"
 

@@ -351,9 +351,7 @@ class TrainLoader:
 def accumulation_windows(batches: Iterator[_T], rest: EpochRemainder) -> Iterator[deque[_T]]:
     """Yield the batches of each accumulation window that is still to be trained, or what is left of the first one.
 
-    Args:
-        batches: The batches from `rest.start` on.
-        rest: The batches of the epoch that are still to be trained.
+    `batches` begins with batch `rest.start` of the epoch.
     """
     index = rest.start
     while index < rest.stop:
@@ -365,10 +363,7 @@ def accumulation_windows(batches: Iterator[_T], rest: EpochRemainder) -> Iterato
 def count_trained(window: Sequence[Batch]) -> int:
     """Return the number of trained tokens in the batches, or the sum of their weights in units of 1 / WEIGHT_UNITS.
 
-    Of pairs, return the number of pairs: their loss is the mean over pairs.
-
-    Args:
-        window: Batches; all have `loss_weights`, or none has.
+    Of pairs, return the number of pairs: their loss is the mean over pairs. All batches have `loss_weights`, or none.
     """
     if any("pair_ids" in batch for batch in window):
         return sum(int((batch["pair_ids"] >= 0).sum()) for batch in window)

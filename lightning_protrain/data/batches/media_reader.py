@@ -38,7 +38,7 @@ class _VideoSize:
 
     @property
     def metadata(self) -> VideoMetadata:
-        return VideoMetadata(**_described(self.header), frames_indices=list(self.indices))
+        return _metadata(self.header, frames_indices=list(self.indices))
 
 
 @dataclass(frozen=True)
@@ -175,17 +175,12 @@ class MediaReader:
         for name in ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"):
             settings.pop(name, None)
         try:
-            sampled = part.sample_frames(metadata=VideoMetadata(**_described(header)), **settings)
+            sampled = part.sample_frames(metadata=_metadata(header), **settings)
         except (ValueError, TypeError, ArithmeticError) as error:
             raise MalformedRow(f"{where}: {type(part).__name__} cannot sample frames of it: {error}") from error
         return tuple(int(index) for index in sampled)
 
 
-def _described(header: VideoHeader) -> dict[str, Any]:
-    return {
-        "total_num_frames": header.frames,
-        "fps": header.fps,
-        "width": header.width,
-        "height": header.height,
-        "duration": header.frames / header.fps,
-    }
+def _metadata(header: VideoHeader, **sampled: Any) -> VideoMetadata:
+    size = {"width": header.width, "height": header.height}
+    return VideoMetadata(header.frames, header.fps, **size, duration=header.frames / header.fps, **sampled)

@@ -58,12 +58,7 @@ _TILE = re.compile(r"row_\d+_col_\d+")
 
 
 def with_media(markers: Markers, processor: ProcessorMixin) -> Markers:
-    """Add the processor's media tokens to `markers.media`.
-
-    Args:
-        markers: Markers of the chat format.
-        processor: The model's processor.
-    """
+    """Return markers with the media tokens of the model's processor in `media`."""
     tokenizer: Any = processor.tokenizer
     names = {str(getattr(processor, name)) for name in _MEDIA_TOKENS if isinstance(getattr(processor, name, None), str)}
     known = tokenizer.get_vocab()
@@ -402,5 +397,4 @@ class MediaMeasure:
 
 
 def _first(made: Any) -> NDArray[np.int32]:
-    ids: NDArray[np.int32] = made["input_ids"][0].numpy().astype(np.int32)
-    return ids
+    return made["input_ids"][0].numpy().astype(np.int32)

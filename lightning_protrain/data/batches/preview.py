@@ -71,19 +71,22 @@ def _table(reports: Sequence[DatasetReport]) -> str:
     head = ("data set", "family", "kept", "dropped", "tokens", "trained", "without end", LENGTHS)
     rows = []
     for report in reports:
-        dropped = "".join(f"<br>{number:,} {escape(why)}" for why, number in report.dropped)
-        cells = (
-            escape(report.name),
-            escape(report.family),
-            "<br>".join((f"{report.num_kept:,}", *report.media)),
-            f"{report.num_dropped:,}{dropped}",
-            f"{report.num_tokens:,}",
-            f"{report.num_trained / max(report.num_tokens, 1):.1%}",
-            f"{report.num_unended:,}",
-            ", ".join(f"{length:,}" for length in report.lengths),
-        )
+        names = (escape(report.name), escape(report.family))
+        cells = (*names, *(escape(cell).replace("\n", "<br>") for cell in _counts(report)))
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(rows)}</table>"
+
+
+def _counts(report: DatasetReport) -> tuple[str, ...]:
+    """Return the cells of a report after its names; a cell may have several lines."""
+    return (
+        "\n".join((f"{report.num_kept:,}", *report.media)),
+        "\n".join((f"{report.num_dropped:,}", *(f"{count:,} {why}" for why, count in report.dropped))),
+        f"{report.num_tokens:,}",
+        f"{report.num_trained / max(report.num_tokens, 1):.1%}",
+        f"{report.num_unended:,}",
+        ", ".join(f"{length:,}" for length in report.lengths),
+    )
 
 
 def _notes(reports: Sequence[DatasetReport]) -> str:
@@ -253,14 +256,5 @@ def table(reports: Sequence[DatasetReport]) -> Table:
     for column in ("data set", "kept", "dropped", "tokens", "trained", "no end", "lengths"):
         grid.add_column(column, justify="left" if column == "data set" else "right", overflow="fold")
     for report in reports:
-        low, middle, high, most = report.lengths
-        grid.add_row(
-            report.name,
-            "\n".join((f"{report.num_kept:,}", *report.media)),
-            f"{report.num_dropped:,}" + "".join(f"\n{count:,} {why}" for why, count in report.dropped),
-            f"{report.num_tokens:,}",
-            f"{report.num_trained / max(report.num_tokens, 1):.1%}",
-            f"{report.num_unended:,}",
-            f"{low:,}, {middle:,}, {high:,}, {most:,}",
-        )
+        grid.add_row(report.name, *_counts(report))
     return grid

@@ -78,8 +78,9 @@ def load_processor(name: str, options: Mapping[str, Any] | None = None) -> Any:
     made = _build(name, flat)
     # transformers also passed the settings to the tokenizer. Remove them there, except settings that the processor's
     # class has defaults for: in a call, a setting of the tokenizer takes precedence over such a default.
+    defaults = {key for group in PARTS for key in getattr(type(made), group, {})}
     tokenizers = [getattr(getattr(holder, "tokenizer", None), "init_kwargs", {}) for holder in (processor, made)]
-    for key in flat.keys() - tokenizers[0].keys() - {key for group in PARTS for key in _defaults(made, group)}:
+    for key in flat.keys() - tokenizers[0].keys() - defaults:
         tokenizers[1].pop(key, None)
     for group, part in _parts(made):
         settings = dict(options.get(group, {}))
@@ -150,12 +151,6 @@ def _parts(processor: Any) -> Iterator[tuple[str, Any]]:
             yield group, part
 
 
-def _defaults(processor: Any, group: str) -> Mapping[str, Any]:
-    """Return the defaults in a processor's class that override a part's settings in every call."""
-    defaults: Mapping[str, Any] = getattr(type(processor), group, {})
-    return defaults
-
-
 def _taken(part: Any) -> set[str]:
     """Return the names of the settings that a part of a processor reads."""
     kind = type(part)
@@ -183,10 +178,7 @@ def _own(processor: Any) -> dict[str, Any]:
 def _check_options(processor: Any, flat: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Raise ValueError if a processor does not read a setting, or a value has a wrong type.
 
-    Args:
-        processor: The processor with the settings of its files.
-        flat: Settings outside of the keys in `PARTS`.
-        options: All settings.
+    `flat` has those of `options` that are outside of the keys in `PARTS`.
     """
     kind, own_settings = type(processor).__name__, _own(processor)
     parts = dict(_parts(processor))
@@ -208,7 +200,7 @@ def _check_options(processor: Any, flat: Mapping[str, Any], options: Mapping[str
         for key, value in options[group].items():
             if key not in taken[group]:
                 raise ValueError(_unknown(key, f"{PARTS[group]} of {kind}", taken[group]))
-            if key in _defaults(processor, group):
+            if key in getattr(type(processor), group, {}):  # Such a default overrides the setting in every call.
                 raise ValueError(f"processor_kwargs: {kind} replaces {key!r} of {group}. Give it beside {group}.")
             _check_value(parts[group], key, value)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -297,13 +297,7 @@ class _RankRows:
 
 
 class _WindowReader:
-    """Reads and encodes the rows of windows.
-
-    Args:
-        data: The data sets.
-        order: Settings of the run.
-        state: Position at which to begin, see `BatchStream`.
-    """
+    """Reads and encodes the rows of windows, from the position `state` on, see `BatchStream`."""
 
     def __init__(self, data: Sequence[StreamedData], order: StreamOrder, state: _State) -> None:
         self._data = data
@@ -504,14 +498,11 @@ class StreamLoader:
         for window in accumulation_windows(self._batches, rest):
             self._drawn += len(window)
             count = count_trained([batch for batch, _ in window])
-            yield from self._counted(window, count)
-
-    def _counted(self, window: deque[tuple[Batch, _State]], count: int) -> Iterator[Batch]:
-        while window:
-            batch, state = window.popleft()
-            self._states = {self._position: self._states[self._position], self._position + 1: state}
-            self._position += 1
-            yield {**batch, "trained_tokens": torch.tensor(count)}
+            while window:
+                batch, state = window.popleft()
+                self._states = {self._position: self._states[self._position], self._position + 1: state}
+                self._position += 1
+                yield {**batch, "trained_tokens": torch.tensor(count)}
 
     def _go_to(self, trained: int) -> None:
         """Let the next batch be the one after `trained` batches."""
@@ -525,15 +516,9 @@ class StreamLoader:
         stream = copy.copy(self.sampler)
         stream.start = self._states.setdefault(trained, self.sampler.start)
         self._position = self._drawn = trained
-        self._batches = iter(
-            # An iterator draws a seed from this generator; drawing from the global generator would change dropout.
-            DataLoader(
-                stream,
-                batch_size=None,
-                generator=torch.Generator().manual_seed(stream.order.seed),
-                **self._options,
-            )
-        )
+        # An iterator draws a seed from this generator; drawing from the global generator would change dropout.
+        generator = torch.Generator().manual_seed(stream.order.seed)
+        self._batches = iter(DataLoader(stream, batch_size=None, generator=generator, **self._options))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions of this rank after the latest two batches, and the settings for which they are valid."""

@@ -78,9 +78,7 @@ def keep_tokens(folder: Path, examples: EncodedRows, report: DatasetReport) -> E
 def make_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Create a folder with all its files atomically, by a rename; keep the folder if it exists already.
 
-    Args:
-        folder: Path of the folder.
-        write: Function that writes the files into the folder that it receives.
+    The argument of `write` is the folder into which it writes the files.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))

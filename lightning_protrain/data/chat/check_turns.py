@@ -102,12 +102,7 @@ def thoughts(message: Message) -> list[str]:
 
 
 def num_unwritten(messages: Sequence[Message], text: str) -> int:
-    """Return the number of messages whose reasoning a chat template leaves out.
-
-    Args:
-        messages: Messages of a conversation.
-        text: Rendered text of the conversation.
-    """
+    """Return the number of messages whose reasoning a chat template has left out of `text`."""
     thoughts_of = [thoughts(message) for message in messages]
     if not any(thoughts_of):
         return 0

@@ -19,48 +19,34 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 from lightning_protrain.data.chat.check_turns import THOUGHT_TAGS, THOUGHT_WORD
-from lightning_protrain.data.chat.known_formats import FAMILIES, family_called
+from lightning_protrain.data.chat.known_formats import EMPTY_THOUGHTS, FAMILIES, family_called
 from lightning_protrain.data.chat.markers import Markers, resolve
 from lightning_protrain.data.chat.mask import ASSISTANT
 from lightning_protrain.data.chat.render import Messages, Render
 from lightning_protrain.data.chat.verify_format import MAIN, ONE, THINKING, VerificationError, verify_family
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
-EMPTY_THOUGHTS = (
-    *("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>"),
-    *("<|channel>thought\n<channel|>", "[THINK][/THINK]"),
-)
-
-
+_EMPTY_THOUGHTS = (*EMPTY_THOUGHTS, "<|channel>thought\n<channel|>", "[THINK][/THINK]")
 _TAG = r"(<[^<>\s]+>|\[[^\[\]\s]+\])"
 _TAG_BEFORE, _TAG_BEHIND = re.compile(_TAG + r"\s*$"), re.compile(r"\s*" + _TAG)
 
 
 def with_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
-    """Exclude empty thoughts that templates write before answers, such as "<think></think>", from training.
-
-    Args:
-        markers: Markers that the user gave.
-        vocabulary: Vocabulary of the tokenizer.
-        render: Renders messages.
-
-    Returns:
-        The markers with these exclusions.
-    """
-    texts = dict.fromkeys((*EMPTY_THOUGHTS, *empty_thoughts(render, vocabulary)))
-    return _with(markers, vocabulary, (Exclusion("scaffold", text) for text in texts))
-
-
-def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
-    """Exclude reasoning in tags such as "<think>" from training and, if needed, in tags that the template writes.
+    """Return markers that exclude empty thoughts that templates write before answers, such as "<think></think>".
 
     Args:
         markers: Markers of a chat format.
         vocabulary: Vocabulary of the tokenizer.
         render: Renders messages.
+    """
+    texts = dict.fromkeys((*_EMPTY_THOUGHTS, *empty_thoughts(render, vocabulary)))
+    return _with(markers, vocabulary, (Exclusion("scaffold", text) for text in texts))
 
-    Returns:
-        The markers with these exclusions.
+
+def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
+    """Return markers that exclude reasoning in tags such as "<think>" and, if needed, in tags of the template.
+
+    The arguments are those of `with_scaffolds`.
     """
     tagged = _with(markers, vocabulary, (Exclusion("thinking", f"<{tag}>", f"</{tag}>") for tag in THOUGHT_TAGS))
     if verify_family(render, vocabulary, tagged, quiet=True):
@@ -136,11 +122,7 @@ def find_family(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers
     """Return the chat format of a tokenizer and its markers, verified with the chat template.
 
     Known formats whose markers the template writes are tried, and then a format inferred from the template. The format
-    with the fewest failed features wins.
-
-    Args:
-        vocabulary: Vocabulary of the tokenizer.
-        render: Renders messages.
+    with the fewest failed features wins. The arguments are those of `with_scaffolds`.
 
     Raises:
         ValueError: If no chat format fits the template.
@@ -148,15 +130,14 @@ def find_family(vocabulary: Vocabulary, render: Render) -> tuple[Family, Markers
     text = _rendered(vocabulary, render)
     reasons: list[str] = []
     best: tuple[int, Family, Markers] | None = None
-    derived: list[tuple[str, Callable[[], Family]]] = [
+    last = "derived without its generation prompt"
+    tried: list[tuple[str, Callable[[], Family]]] = [
+        *((family.name, partial(replace, family)) for family in _candidates(text, vocabulary)),
         ("derived from the template", partial(infer_family, render, vocabulary)),
-        ("derived without its generation prompt", partial(infer_family, render, vocabulary, by_prompt=False)),
+        (last, partial(infer_family, render, vocabulary, by_prompt=False)),
     ]
-    named: list[tuple[str, Callable[[], Family]]] = [
-        (family.name, partial(replace, family)) for family in _candidates(text, vocabulary)
-    ]
-    for name, make in (*named, *derived):
-        if best is not None and (name, make) == derived[1]:
+    for name, make in tried:
+        if best is not None and name == last:
             break
         try:
             family = with_prompt(make(), render, vocabulary)
@@ -241,16 +222,20 @@ def infer_family(render: Render, vocabulary: Vocabulary, by_prompt: bool = True)
     sample = _sample(render, vocabulary)
     if sample is None:
         raise ValueError("the template does not write two turns of user and assistant in order")
-    return _family(sample, vocabulary, by_prompt)
+    start, leads = _assistant_start(sample, vocabulary, by_prompt)
+    ends, user_start = _assistant_end(sample, vocabulary, start)
+    exclusions = [Exclusion("scaffold", lead) for lead in dict.fromkeys(leads) if THOUGHT_WORD.search(lead)]
+    if exclusions or "<think>" in vocabulary.added:
+        exclusions.append(Exclusion("thinking", "<think>", "</think>"))
+    boundaries = [RoleBoundary("assistant", (start,), ends)]
+    if user_start and user_start != start:
+        end = _whole_end(sample.answer[: sample.answer.rfind(start)], vocabulary)
+        boundaries.append(RoleBoundary("user", (user_start,), (end or None,)))
+    return Family("generic", tuple(boundaries), tuple(exclusions))
 
 
 def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
-    """Return the empty thoughts that a template writes before answers without reasoning.
-
-    Args:
-        render: Renders messages.
-        vocabulary: Vocabulary of the tokenizer.
-    """
+    """Return the empty thoughts that a template writes before answers without reasoning."""
     sample = _sample(render, vocabulary)
     try:
         leads = [] if sample is None else _assistant_start(sample, vocabulary)[1]
@@ -260,15 +245,9 @@ def empty_thoughts(render: Render, vocabulary: Vocabulary) -> tuple[str, ...]:
 
 
 def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Family:
-    """Exclude the end of the generation prompt, after the assistant's start marker, from training.
+    """Return a chat format that excludes the end of the generation prompt, after the assistant's start marker.
 
-    Args:
-        family: A chat format.
-        render: Renders messages.
-        vocabulary: Vocabulary of the tokenizer.
-
-    Returns:
-        The chat format with a further start marker that includes whitespace, and an exclusion for other text.
+    It has a further start marker that includes whitespace, and an exclusion for other text.
     """
     prompt = _prompt(render, vocabulary)
     starts = [start for boundary in family.boundaries if boundary.role == ASSISTANT for start in boundary.start]
@@ -286,11 +265,7 @@ def with_prompt(family: Family, render: Render, vocabulary: Vocabulary) -> Famil
         for boundary in family.boundaries
     ]
     scaffold = [Exclusion("scaffold", text)] if text else []
-    return replace(
-        family,
-        boundaries=tuple(boundaries),
-        exclusions=(*family.exclusions, *scaffold),
-    )
+    return replace(family, boundaries=tuple(boundaries), exclusions=(*family.exclusions, *scaffold))
 
 
 def _prompt(render: Render, vocabulary: Vocabulary) -> str:
@@ -336,19 +311,6 @@ def _sample(render: Render, vocabulary: Vocabulary) -> _Sample | None:
         return None
     head, answer, between, final, tail = parts
     return _Sample(head, answer, between, final, tail, alone, prompted)
-
-
-def _family(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool) -> Family:
-    start, leads = _assistant_start(sample, vocabulary, by_prompt)
-    ends, user_start = _assistant_end(sample, vocabulary, start)
-    exclusions = [Exclusion("scaffold", lead) for lead in dict.fromkeys(leads) if THOUGHT_WORD.search(lead)]
-    if any(THOUGHT_WORD.search(lead) for lead in leads) or "<think>" in vocabulary.added:
-        exclusions.append(Exclusion("thinking", "<think>", "</think>"))
-    boundaries = [RoleBoundary("assistant", (start,), ends)]
-    if user_start and user_start != start:
-        end = _whole_end(sample.answer[: sample.answer.rfind(start)], vocabulary)
-        boundaries.append(RoleBoundary("user", (user_start,), (end or None,)))
-    return Family("generic", tuple(boundaries), tuple(exclusions))
 
 
 def _assistant_start(sample: _Sample, vocabulary: Vocabulary, by_prompt: bool = True) -> tuple[str, list[str]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from lightning_protrain.data.chat.chat_format import EOS, Exclusion, Family, RoleBoundary
 
 _THINK = Exclusion("thinking", "<think>", "</think>")
-_EMPTY_THOUGHTS = (*("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>"),)
 # Empty thoughts that templates write before answers. At inference with thinking disabled, they are in the prompt.
-_TURN_SCAFFOLDS = tuple(Exclusion("scaffold", text) for text in _EMPTY_THOUGHTS)
+EMPTY_THOUGHTS = ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n", "<think>\n</think>\n", "<think></think>")
+_TURN_SCAFFOLDS = tuple(Exclusion("scaffold", text) for text in EMPTY_THOUGHTS)
 _EVERYBODY = ("assistant", "user", "system", "developer", "tool")
 
 
@@ -144,9 +144,6 @@ PADDLEOCR = Family(
     ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>"),
 )
 
-_EASTERN = (CHATML, QWEN, INTERNVL, DEEPSEEK_V2, DEEPSEEK, GLM4, KIMI, SOLAR, PADDLEOCR)
-
-
 GEMMA = Family(
     "gemma",
     _alike("<start_of_turn>{}\n", ("<end_of_turn>",), *_EVERYBODY, assistant="model"),
@@ -234,9 +231,7 @@ PHI3 = Family(
     ("<|image|>", "<|endoftext10|>", "<|endoftext11|>"),
 )
 PHI4 = Family(
-    "phi4",
-    _alike("<|im_start|>{}<|im_sep|>", ("<|im_end|>",), "assistant", "user", "system", "tool"),
-    (_THINK,),
+    "phi4", _alike("<|im_start|>{}<|im_sep|>", ("<|im_end|>",), "assistant", "user", "system", "tool"), (_THINK,)
 )
 
 # The model generates the channel, so it is content. A tool's turn begins with the name of the tool.
@@ -289,11 +284,11 @@ GRANITE = Family(
     ("<image>",),
 )
 
-_WESTERN = (
-    *(GEMMA, GEMMA4, LLAMA3, LLAMA4, MISTRAL, VOXTRAL, MISTRAL_V1, PHI3, PHI4, GPT_OSS, IDEFICS3, LLAVA, ZEPHYR),
-    GRANITE,
+_FAMILIES = (
+    *(CHATML, QWEN, INTERNVL, DEEPSEEK_V2, DEEPSEEK, GLM4, KIMI, SOLAR, PADDLEOCR, GEMMA, GEMMA4, LLAMA3, LLAMA4),
+    *(MISTRAL, VOXTRAL, MISTRAL_V1, PHI3, PHI4, GPT_OSS, IDEFICS3, LLAVA, ZEPHYR, GRANITE),
 )
-_BY_NAME = {family.name: family for family in (*_EASTERN, *_WESTERN)}
+_BY_NAME = {family.name: family for family in _FAMILIES}
 
 # Map from a model to the chat format that it uses.
 ALIASES = {

@@ -24,29 +24,8 @@ from lightning_protrain.data.chat.vocabulary import Vocabulary
 _BEFORE = ("", "\n", "\n\n", " ", ".", ".\n", ".\n\n", ". ", ")\n", '"\n', "a\n", "a\n\n", "a ")
 _BEFORE_SYMBOLS = ("a", "7", ")", "}", "`", '"', ">", "!", "?", "\u3002")
 _AFTER = (
-    "",
-    "a",
-    "A",
-    "The",
-    "7",
-    " a",
-    "  a",
-    "\n",
-    "\n\n",
-    "\na",
-    "\n\na",
-    "\n\n\n",
-    "\t",
-    ".",
-    "(",
-    "<",
-    '"',
-    "{",
-    "[",
-    "`",
-    "*",
-    "#",
-    "-",
+    *("", "a", "A", "The", "7", " a", "  a", "\n", "\n\n", "\na", "\n\na", "\n\n\n", "\t"),
+    *(".", "(", "<", '"', "{", "[", "`", "*", "#", "-"),
 )
 _REQUIRED_ROLES = ("assistant", "user")
 
@@ -266,10 +245,7 @@ class _Resolver:
     def _with_tails(self, text: str, core: str, cuts: Sequence[tuple[tuple[int, ...], bytes]]) -> tuple[Marker, ...]:
         """Return markers with tails for all last characters that may share a token with the following text.
 
-        Args:
-            text: Text of the marker.
-            core: Text without spaces at its end.
-            cuts: Tokenizations that `_found` returned.
+        `core` is the text without spaces at its end, and `cuts` are its tokenizations, from `_found`.
         """
         fixed: dict[tuple[tuple[int, ...], bytes], None] = {}
         for ids, rest in cuts:
@@ -315,12 +291,7 @@ def _cut(
 ) -> tuple[tuple[int, ...], bytes] | None:
     """Return the token ids of `core` in `before + core + after`, and the bytes at its end that the next token includes.
 
-    Args:
-        spelled: Bytes of each token of the whole text.
-        ids: Token ids of the whole text.
-        before: Text before the marker.
-        core: Text of the marker.
-        after: Text after the marker.
+    The token ids `ids` of the whole text have the bytes `spelled`.
 
     Returns:
         None if the tokens do not spell the text, or a token spans `before` and `core`; a token may span spaces only.

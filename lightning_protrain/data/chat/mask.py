@@ -61,16 +61,10 @@ class TokenTurns:
 
 
 def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: MaskOptions) -> TokenTurns:
-    """Find the turns of tokenized conversations.
-
-    Args:
-        rows: Token ids of each conversation, of shape [tokens]; at least one conversation.
-        markers: Markers at which turns begin and end.
-        options: Options of the loss mask.
-    """
+    """Find the turns of one or more tokenized conversations."""
     tokens = lay_out(rows)
     spans = scan(tokens, markers)
-    trainable = trainable_turns(spans, markers, options)
+    trainable = trained_roles(markers, options)[spans.role]
     begun = trainable & ((spans.end > spans.content) | (spans.stop > spans.end))
     turns = TokenTurns(tokens, spans, np.searchsorted(spans.start, tokens.borders), trainable, begun)
     # A last turn whose content is only a scaffold is a generation prompt.
@@ -105,11 +99,7 @@ def mask_turns(
 ) -> LossMask:
     """Compute the loss mask of several conversations.
 
-    Args:
-        turns: The turns.
-        markers: Markers with which the turns were turns.
-        options: Options of the loss mask.
-        weights: For each row, the weights of its `begun` turns, or None for weights of 1. None means 1 for all turns.
+    `weights` has, for each row, the weights of its `begun` turns, or None for weights of 1. None means 1 for all turns.
     """
     spans = turns.spans
     every = None if weights is None else _spread(turns, weights)
@@ -218,11 +208,6 @@ class MaskOptions:
         return (ASSISTANT,) if self.roles_to_train is None else self.roles_to_train
 
 
-def trainable_turns(spans: Spans, markers: Markers, options: MaskOptions) -> Bools:
-    """Return True for turns whose role is trained, of shape [turns]; see `trained_roles`."""
-    return trained_roles(markers, options)[spans.role]
-
-
 def trained_roles(markers: Markers, options: MaskOptions) -> Bools:
     """Return True for trained roles, of the length of `Markers.roles`.
 
@@ -268,7 +253,7 @@ def trained_tokens(
     Raises:
         ValueError: If the chat format has no markers for a trained role.
     """
-    trainable = trainable_turns(spans, markers, options)
+    trainable = trained_roles(markers, options)[spans.role]
     dropped = np.zeros(trainable.size, dtype=bool)
     if turn_weights is not None:
         dropped[trainable] = np.asarray(turn_weights) == 0
@@ -287,14 +272,10 @@ def token_weights(
 ) -> NDArray[np.float32]:
     """Return the weight of each token in the loss, of shape [tokens]; untrained tokens have weight 0.
 
-    Args:
-        trained: Result of `trained_tokens`.
-        spans: Turns that `scan` returned.
-        markers: Markers, as passed to `scan`.
-        options: Options, as passed to `trained_tokens`.
-        turn_weights: Weights, as passed to `trained_tokens`; trained tokens of other turns have weight 1.
+    `trained` is the result of `trained_tokens`, and further arguments are as passed to it. Trained tokens outside of
+    trainable turns have weight 1.
     """
-    turns = trainable_turns(spans, markers, options)
+    turns = trained_roles(markers, options)[spans.role]
     values = np.asarray(turn_weights, dtype=np.float32)
     begin, stop = _disjoint(spans.start[turns], spans.stop[turns])
     return trained * np.repeat(*_runs(trained.size, begin, stop, values, np.float32(1)))
@@ -305,13 +286,7 @@ def _trained_turns(
 ) -> Bools:
     """Return True for the tokens of trained turns, of shape [tokens]; the caller excludes media tokens.
 
-    Args:
-        rows: Token ids.
-        spans: The turns.
-        markers: Markers with which the turns were found.
-        options: Options of the loss mask.
-        trainable: True for turns of a trained role with a weight above 0, of shape [turns].
-        dropped: True for turns of a trained role with weight 0, of shape [turns].
+    Of the turns of trained roles, `trainable` are those with a weight above 0, and `dropped` those with weight 0.
     """
     if not options.roles:
         return np.zeros(rows.ids.size, dtype=bool)
@@ -399,14 +374,8 @@ def _regions(start: Matches, end: Matches | None, spans: Spans, turns: Bools, ki
 
     A part extends from its start marker to the next end marker, or to the end of the turn. Its start marker may be
     within the start marker of the turn, for example if the generation prompt begins the reasoning. If reasoning is a
-    separate turn, the part includes the end marker of that turn.
-
-    Args:
-        start: Places of the start marker.
-        end: Places of the end marker; None if the start marker is the whole part.
-        spans: The turns.
-        turns: True for the turns in which to look for parts, of shape [turns].
-        kind: Kind of the exclusion.
+    separate turn, the part includes the end marker of that turn. Without `end`, the start marker is the whole part.
+    Only turns that are True in `turns` are searched.
     """
     turn = np.searchsorted(spans.start, start.position, side="right") - 1
     inside = (turn >= 0) & turns[turn] & (start.stop <= spans.end[turn])

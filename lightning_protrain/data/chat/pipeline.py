@@ -88,7 +88,12 @@ class ChatSettings:
         check_kinds(Mapping, "a mapping", processor_kwargs=self.processor_kwargs)
         if self.family is not None:
             family_named(self.family)
-        _check_variables(self.template_kwargs)
+        for name in self.template_kwargs:
+            if name in _RESERVED:  # It is an argument of `apply_chat_template`.
+                raise ValueError(
+                    f"chat_template_kwargs names {name!r}, which is not a variable of a chat template. "
+                    f"{_RESERVED[name]}"
+                )
         check_names(self.processor_kwargs)
         assert self.template is None or self.template  # reads the template's file, to report early if it is missing
         nothing = "roles_to_train" if self.roles_to_train == [] else "role_boundaries"
@@ -209,10 +214,7 @@ class ChatEncoders:
                 "words, would be trained too. Give `role_boundaries` whose markers include it."
             )
         return replace(
-            verified,
-            options=settings.options,
-            max_length=settings.max_length,
-            on_untrainable=settings.on_untrainable,
+            verified, options=settings.options, max_length=settings.max_length, on_untrainable=settings.on_untrainable
         )
 
     def _verify(self, settings: ChatSettings, processor: Any, quiet: bool) -> tuple[ChatEncoder, str]:
@@ -330,15 +332,6 @@ class ChatEncoders:
             return partial(np.zeros_like, dtype=np.int8)
         markers = (self.media_encoder(settings).chat if media else self.encoder(settings)).markers
         return partial(token_kinds, markers=markers)
-
-
-def _check_variables(variables: Mapping[str, Any]) -> None:
-    """Raise ValueError if a template variable has the name of an argument of `apply_chat_template`."""
-    for name in variables:
-        if name in _RESERVED:
-            raise ValueError(
-                f"chat_template_kwargs names {name!r}, which is not a variable of a chat template. {_RESERVED[name]}"
-            )
 
 
 def _describe(settings: ChatSettings, markers: Markers, source: str, unproven: Mapping[str, str]) -> str:

@@ -123,10 +123,6 @@ class Renderer:
     def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> Rendered:
         """Render a conversation.
 
-        Args:
-            conversation: The conversation.
-            add_generation_prompt: True adds the generation prompt.
-
         Raises:
             ValueError: If the template refuses the conversation.
         """

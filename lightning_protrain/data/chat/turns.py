@@ -7,7 +7,6 @@ no turn. A marker may be both the end marker of a turn and the start marker of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_protrain.data.chat.marker_search import Integers, MarkerSearch, Matches, TokenRows, without_overlap
-from lightning_protrain.data.chat.markers import Markers, RoleMarkers
+from lightning_protrain.data.chat.markers import Markers
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class _Tables:
 
 @lru_cache(maxsize=64)
 def _tables(markers: Markers) -> _Tables:
-    roles: Sequence[RoleMarkers] = markers.roles
+    roles = markers.roles
     # Roles with equal end markers share a set.
     ends = list(dict.fromkeys(role.ends for role in roles))
     return _Tables(

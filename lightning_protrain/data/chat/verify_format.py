@@ -104,44 +104,21 @@ def late_message(role: str) -> ProbeConversation:
 
 _SYSTEM, _DEVELOPER = (
     ProbeConversation(
-        feature,
-        ({"role": role, "content": "You know linden."}, *MAIN.messages),
-        hidden=("linden",),
-        feature=feature,
+        feature, ({"role": role, "content": "You know linden."}, *MAIN.messages), hidden=("linden",), feature=feature
     )
     for role, feature in (("system", SYSTEM), ("developer", DEVELOPER))
 )
-# The tokenizer may merge the first and last characters of these contents with the markers.
+# First and last characters of contents, which the tokenizer may merge with the markers.
+_BORDERS = (
+    *(("\n", "\n"), ("\n\n", "\n\n"), ("\n\n\n", ".\n"), (" ", " "), ("  ", "  \n"), ("\t", "\t"), ("\n  ", ".\n\n")),
+    *(("", "."), ("", "?"), ("7", "7"), ("(", ")"), ("**", "**"), ('"', '"'), ("{", "}"), ("[", "]"), ("`", "`")),
+    *(("# ", ":"), ("- ", ","), ("$", "%"), ("caf\u00e9 ", " \u00e9"), ("\u4f60", "\u3002"), ("s", "s")),
+)
 EDGES = ProbeConversation(
     "contents with spaces, line ends and symbols at their borders",
     tuple(
         message
-        for number, (before, after) in enumerate(
-            [
-                ("\n", "\n"),
-                ("\n\n", "\n\n"),
-                ("\n\n\n", ".\n"),
-                (" ", " "),
-                ("  ", "  \n"),
-                ("\t", "\t"),
-                ("\n  ", ".\n\n"),
-                ("", "."),
-                ("", "?"),
-                ("7", "7"),
-                ("(", ")"),
-                ("**", "**"),
-                ('"', '"'),
-                ("{", "}"),
-                ("[", "]"),
-                ("`", "`"),
-                ("# ", ":"),
-                ("- ", ","),
-                ("$", "%"),
-                ("caf\u00e9 ", " \u00e9"),
-                ("\u4f60", "\u3002"),
-                ("s", "s"),
-            ]
-        )
+        for number, (before, after) in enumerate(_BORDERS)
         for message in (_user(f"{before}aspen{number}{after}"), _assistant(f"{before}cedar{number}{after}"))
     ),
 )

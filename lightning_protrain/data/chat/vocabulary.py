@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lightning_protrain.config import plural
 
@@ -21,18 +21,9 @@ SPACE_MARK = "\u2581"  # stands for a space in tokens of SentencePiece
 _SAMPLE = "The quick brown fox jumps over 13 lazy dogs, twice."
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
-
-def _byte_of_letter() -> dict[str, int]:
-    # In GPT-2's alphabet, a printable byte is its own character; the other bytes are characters from 256 on.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    assert set(letters) == set(ByteLevel.alphabet())
-    return letters
-
-
-_BYTE_OF_LETTER = _byte_of_letter()
-_LETTER_OF_BYTE = {byte: letter for letter, byte in _BYTE_OF_LETTER.items()}
+# The alphabet of GPT-2, in which a printable byte is its own character.
+_LETTER_OF_BYTE: dict[int, str] = bytes_to_unicode()
+_BYTE_OF_LETTER = {letter: byte for byte, letter in _LETTER_OF_BYTE.items()}
 
 
 class Vocabulary:
@@ -95,8 +86,6 @@ class Vocabulary:
         """Return the token ids of each text; added tokens in the text are encoded as such, and none is inserted."""
         if self.controls_apart:
             return [self._encode_apart(text) for text in texts]
-        if not texts:
-            return []
         return self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     def _encode_apart(self, text: str) -> list[int]:

@@ -54,12 +54,7 @@ def audio_length(source: AudioSource, rate: int, where: str) -> int:
 
 
 def open_audio(source: AudioSource, rate: int, where: str) -> NDArray[np.float32]:
-    """Return the mean of all channels, resampled to `rate`, of shape [samples].
-
-    Args:
-        source: Path of a file, contents of a file, or decoded audio.
-        rate: Samples per second after resampling.
-        where: Name of the audio, for messages.
+    """Return the mean of all channels, resampled, of shape [samples]; the arguments are those of `audio_length`.
 
     Raises:
         MalformedRow: If the audio does not exist, cannot be decoded, or has samples that are not finite.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
@@ -150,11 +150,7 @@ class ConversationRows(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.places)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         table, place = self._locate(index)
@@ -206,14 +202,32 @@ def read_rows(
     total = sum(map(len, tables))
     if total == 0:
         raise ValueError(f"{name} has no rows. Give data, or leave it out.")
-    check = _Check(row_format, on_malformed)
-    places = []
+    places: list[int] = []
+    examples: list[str] = []
+    num_malformed = 0
+    unit: Unit | None = None  # That of the first good row.
     for place, (table, index, raw) in enumerate(bar(_raws(tables), "Reading", total, "row")):
-        if check.is_good(table, index, raw):
-            places.append(place)
-            if len(places) == max_rows:
-                break
-    malformed = MalformedRows(check.bad, tuple(check.examples))
+        where = table.where(index)
+        try:
+            row = table.decode(raw, where)
+            parsed = row_format.parse(row, where, table.folder)
+            unit = unit or unit_of(parsed)
+            if unit_of(parsed) != unit:
+                raise MalformedRow(
+                    f"{where}: the columns {', '.join(map(str, row))} make a {unit_of(parsed)}, and the rows before "
+                    f"are {unit}s. Correct the row, make it a data set of its own, or choose one `format` for all."
+                )
+            check_media(parsed, where)
+        except MalformedRow as error:
+            if on_malformed == "error":
+                raise MalformedRow(f"{error} (`on_malformed: skip` leaves such rows out.)") from error
+            num_malformed += 1
+            examples += [str(error)] * (len(examples) < MAX_EXAMPLES)
+            continue
+        places.append(place)
+        if len(places) == max_rows:
+            break
+    malformed = MalformedRows(num_malformed, tuple(examples))
     _report(malformed, len(places), name)
     return ConversationRows(tables, row_format, np.asarray(places, dtype=np.int64), malformed)
 
@@ -263,38 +277,3 @@ def _report(malformed: MalformedRows, num_kept: int, name: str) -> None:
         f"Left out {malformed.count} of {malformed.count + num_kept} rows of {name}, which are "
         f"malformed. The first:{examples}"
     )
-
-
-class _Check:
-    """Checks rows one by one: counts malformed rows, and refuses rows of another kind."""
-
-    def __init__(self, row_format: RowFormat, on_malformed: str) -> None:
-        self.row_format = row_format
-        self.on_malformed = on_malformed
-        self.bad = 0
-        self.examples: list[str] = []
-        self.unit: Unit | None = None  # That of the first good row.
-
-    def is_good(self, table: Table, index: int, raw: Any) -> bool:
-        where = table.where(index)
-        try:
-            row = table.decode(raw, where)
-            parsed = self.row_format.parse(row, where, table.folder)
-            self._refuse_other(unit_of(parsed), row, where)
-            check_media(parsed, where)
-        except MalformedRow as error:
-            if self.on_malformed == "error":
-                raise MalformedRow(f"{error} (`on_malformed: skip` leaves such rows out.)") from error
-            self.bad += 1
-            self.examples += [str(error)] * (len(self.examples) < MAX_EXAMPLES)
-            return False
-        return True
-
-    def _refuse_other(self, unit: Unit, row: Mapping[str, Any], where: str) -> None:
-        """Raise MalformedRow if a row is not what the first one is."""
-        self.unit = self.unit or unit
-        if unit != self.unit:
-            raise MalformedRow(
-                f"{where}: the columns {', '.join(map(str, row))} make a {unit}, and the rows before are "
-                f"{self.unit}s. Correct the row, make it a data set of its own, or choose one `format` for all."
-            )

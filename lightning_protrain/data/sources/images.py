@@ -6,11 +6,12 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from lightning_protrain.data.conversation import MalformedRow
 from lightning_protrain.data.sources.media_file import check_is_file, not_opened
 
 # For each format: a byte string near the end of every complete file, and how many of the last bytes to search for it.
@@ -33,11 +34,8 @@ def check_image(source: str | bytes | Image.Image, where: str) -> None:
     if isinstance(source, Image.Image):
         image_size(source, where)
         return
-    try:
-        with _opened(source) as image:
-            end = _ENDS.get(image.format or "")
-    except _UNREADABLE as error:
-        raise _no_image(source, where, error) from error
+    with _opened(source, where) as image:
+        end = _ENDS.get(image.format or "")
     if end is not None and end[0] not in _tail(source)[-end[1] :]:
         open_image(source, where)
 
@@ -56,16 +54,10 @@ def image_size(source: str | bytes | Image.Image, where: str) -> tuple[int, int]
     Raises:
         MalformedRow: If the image does not exist, cannot be read, or has no pixels.
     """
-    try:
-        if isinstance(source, Image.Image):
-            size = _turned_size(source)
-        else:
-            with _opened(source) as image:
-                size = _turned_size(image)
+    with _opened(source, where) as image:
+        size = _turned_size(image)
         if 0 in size:
             raise ValueError(f"It has {size[0]} x {size[1]} pixels.")
-    except _UNREADABLE as error:
-        raise _no_image(source, where, error) from error
     return size
 
 
@@ -86,26 +78,27 @@ def open_image(source: str | bytes | Image.Image, where: str) -> Image.Image:
     Raises:
         MalformedRow: If the image does not exist, or cannot be decoded.
     """
+    with _opened(source, where) as image:
+        return _rgb(image)
+
+
+@contextmanager
+def _opened(source: str | bytes | Image.Image, where: str) -> Iterator[Image.Image]:
+    """Open an image; raise MalformedRow if that fails, or what this context does with the image."""
     try:
         if isinstance(source, Image.Image):
-            return _rgb(source)
-        with _opened(source) as image:
-            return _rgb(image)
+            yield source
+            return
+        check_is_file(source)
+        with warnings.catch_warnings():
+            # Pillow raises an error only above twice its limit of pixels; between the limit and that, it warns.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            opened = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        with opened as image:
+            yield image
     except _UNREADABLE as error:
-        raise _no_image(source, where, error) from error
-
-
-def _opened(source: str | bytes) -> Image.Image:
-    check_is_file(source)
-    with warnings.catch_warnings():
-        # Pillow raises an error only above twice its limit of pixels; between the limit and that, it warns.
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-
-
-def _no_image(source: str | bytes | Image.Image, where: str, error: BaseException) -> MalformedRow:
-    unknown = isinstance(error, UnidentifiedImageError)
-    return not_opened(source, where, "it is not an image that Pillow can read" if unknown else error)
+        unknown = isinstance(error, UnidentifiedImageError)
+        raise not_opened(source, where, "it is not an image that Pillow can read" if unknown else error) from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:

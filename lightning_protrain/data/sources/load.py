@@ -168,7 +168,9 @@ class Source:
         self, dataset: str | Path | Mapping[str, Any] | DatasetSpec, trained_roles: Sequence[str] | None
     ) -> None:
         self.spec = dataset_spec(dataset)
-        self._trained_roles = _trained_roles(self.spec, trained_roles)
+        roles = trained_roles if self.spec.roles_to_train is None else self.spec.roles_to_train
+        # An empty list trains no role: then every row is accepted.
+        self._trained_roles = tuple(roles) if roles and not self.spec.train_on_inputs else None
 
     @cached_property
     def _parts(self) -> dict[str, Sequence[_Part]]:
@@ -266,14 +268,6 @@ def split_indices(count: int, val_fraction: float, seed: int) -> tuple[NDArray[n
     return np.sort(order[size:]), np.sort(order[:size])
 
 
-def _trained_roles(spec: DatasetSpec, default: Sequence[str] | None) -> tuple[str, ...] | None:
-    if spec.train_on_inputs:
-        return None
-    roles = default if spec.roles_to_train is None else spec.roles_to_train
-    # An empty list trains no role: then every row is accepted.
-    return tuple(roles) if roles else None
-
-
 def _below(tables: Iterable[Table], folder: Path) -> list[Table]:
     if not folder.is_dir():
         raise ValueError(f"images_dir={str(folder)!r} is no folder. Correct the path.")
@@ -360,8 +354,7 @@ def _named_files(path: str) -> list[Path]:
 
 def missing_files(spec: DatasetSpec) -> list[str]:
     """Return the local paths of a data set that do not exist; names on the Hub are not looked up."""
-    paths = list(map(str, spec.path if isinstance(spec.path, list) else [spec.path]))
-    return [path for path in paths if is_path(path) and not glob(str(Path(path).expanduser()), recursive=True)]
+    return [path for path in spec.paths if is_path(path) and not glob(str(Path(path).expanduser()), recursive=True)]
 
 
 def _folder_splits(folder: Path) -> _Parts:
@@ -472,13 +465,7 @@ def _hub_splits(spec: DatasetSpec) -> _Parts:
 
 
 def _choose(splits: _Parts, wanted: str | dict[str, str] | None, name: str) -> _Parts:
-    """Choose splits and rename them to "train", "validation" and "test".
-
-    Args:
-        splits: All splits of the data set.
-        wanted: `DatasetSpec.split`.
-        name: Name of the data set, for messages.
-    """
+    """Choose splits as `DatasetSpec.split` says, and rename them to "train", "validation" and "test"."""
     if wanted is None:
         chosen = {_SPLIT_NAMES[split]: split for split in sorted(splits) if split in _SPLIT_NAMES}
         chosen |= {split: split for split in SPLITS if split in splits}

@@ -26,7 +26,7 @@ _ADDRESSES = ("http://", "https://", "ftp://", "s3://", "gs://", "hf://")
 
 def count_media(number: int, kind: MediaKind) -> str:
     """Return a number of media as text, such as "2 images"."""
-    return plural(number, "audio file" if kind == "audio" else kind, _PLURALS[kind])
+    return plural(number, "audio file" if kind == "audio" else kind)
 
 
 def place_media(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_protrain.data.conversation import ROLES, MalformedRow, MediaKind, Message, text_of
+from lightning_protrain.data.conversation import ROLES, MalformedRow, MediaKind, Message
 from lightning_protrain.data.sources.media import MEDIA_KINDS
 
 # Map from common role names, in lower case, to standard roles.
@@ -63,7 +63,8 @@ def parse_message(entry: Any, where: str, roles: Mapping[str, str]) -> Message:
         if entry.get(key):
             message[key] = str(entry[key])
     _loss_flags(entry, message, where)
-    if role == "assistant" and not calls and not _says_something(message):
+    is_blank = isinstance(content, str) and not content.strip()
+    if role == "assistant" and not calls and is_blank:
         raise MalformedRow(f"{where}: the assistant's content is empty and it calls no tool. Remove the row.")
     return message
 
@@ -78,10 +79,6 @@ def _role(role: Any, where: str, roles: Mapping[str, str]) -> str:
         return known
     names = ", ".join(dict.fromkeys((*ROLES, *roles.values())))
     raise MalformedRow(f"{where}: the role is {role!r}. Use one of {names}, or map it to one with `roles`.")
-
-
-def _says_something(message: Message) -> bool:
-    return bool(text_of(message).strip()) or not isinstance(message["content"], str)
 
 
 def _content(content: Any, where: str, *, required: bool) -> tuple[str, str | list[dict[str, Any]]]:

@@ -26,10 +26,6 @@ MESSAGE_FIELDS = (
 Format = Literal[
     "auto", "messages", "sharegpt", "prompt_response", "text", "completion", "preference", "unpaired_preference"
 ]
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "format": get_args(Format),
-    "on_malformed": ("error", "skip"),
-}
 
 
 @dataclass(frozen=True)
@@ -110,8 +106,8 @@ class DatasetSpec:
         object.__setattr__(self, "path", names if isinstance(self.path, list | tuple) else names[0])
         if not self.path or not all(names):
             raise ValueError(f"path={self.path!r} names no data set. Give a file, a folder or a name on the Hub.")
-        for key, choices in _CHOICES.items():
-            _check_choice(key, getattr(self, key), choices)
+        _check_choice("format", self.format, get_args(Format))
+        _check_choice("on_malformed", self.on_malformed, ("error", "skip"))
         for key in ("max_rows", "repeat"):
             value = getattr(self, key)
             if value is not None and (type(value) is not int or value < 1):

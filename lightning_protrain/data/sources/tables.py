@@ -32,14 +32,16 @@ class Shard(ABC):
     """Rows of a file or of a part of a data set, which can be read in order.
 
     Attributes:
+        name: Name of the source, for messages.
         folder: Folder to which relative paths in the rows refer.
     """
 
+    name: str
     folder: Path
 
-    @abstractmethod
     def where(self, index: int) -> str:
         """Return the name of row `index` for messages, such as its file and line."""
+        return f"{self.name}, row {index}"
 
     @abstractmethod
     def raws(self, start: int = 0) -> Iterator[Any]:
@@ -78,6 +80,7 @@ class JsonLines(Table):
 
     def __init__(self, path: Path, indexed: bool = True) -> None:
         self.path = path
+        self.name = str(path)
         self.folder = path.parent
         self._indexed = indexed
         starts: list[int] = []
@@ -107,7 +110,7 @@ class JsonLines(Table):
         return len(self._numbers)
 
     def where(self, index: int) -> str:
-        return f"{self.path}, {f'line {self._numbers[index]}' if self._indexed else f'row {index}'}"
+        return f"{self.name}, line {self._numbers[index]}" if self._indexed else super().where(index)
 
     def raw(self, index: int) -> bytes:
         # Empty lines before the next row are included: JSON ignores them as whitespace.
@@ -198,9 +201,6 @@ class RowList(Table):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index}"
-
     def raw(self, index: int) -> Any:
         return self.rows[index]
 
@@ -235,12 +235,8 @@ class ArrowTable(Table):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index}"
-
     def raw(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = self.dataset[int(index)].to_pylist()[0]
-        return row
+        return self.dataset[int(index)].to_pylist()[0]
 
     def raws(self, start: int = 0) -> Iterator[dict[str, Any]]:
         dataset = self.dataset.skip(start) if start else self.dataset
@@ -275,9 +271,6 @@ class ArrowShard(Shard):
     def _table(self) -> ArrowTable:
         return ArrowTable(self._load(), self.name, self.folder)
 
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index}"
-
     def raws(self, start: int = 0) -> Iterator[dict[str, Any]]:
         from datasets.exceptions import DatasetsError
 
@@ -294,7 +287,7 @@ class ArrowShard(Shard):
         return self._table.decode(raw, where)
 
 
-class TableHead(Table):
+class TableHead(RowList):
     """The first rows of a shard, in memory.
 
     Args:
@@ -303,27 +296,17 @@ class TableHead(Table):
     """
 
     def __init__(self, shard: Shard, count: int | None) -> None:
-        self.folder = shard.folder
+        super().__init__(list(islice(shard.raws(), count)), shard.name, shard.folder)
         self._shard = shard
-        self._rows = list(islice(shard.raws(), count))
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def where(self, index: int) -> str:
         return self._shard.where(index)
-
-    def raw(self, index: int) -> Any:
-        return self._rows[index]
-
-    def raws(self, start: int = 0) -> Iterator[Any]:
-        return islice(self._rows, start, None)
 
     def decode(self, raw: Any, where: str) -> Any:
         return self._shard.decode(raw, where)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(repr(self._rows).encode("utf-8", "surrogatepass")).hexdigest()
+        return hashlib.sha256(repr(self.rows).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def first_rows(shards: Iterable[Shard], count: int | None) -> list[Table]:
@@ -390,13 +373,9 @@ def open_shard(path: Path) -> Shard:
     if path.suffix != ".parquet":
         return open_table(path)
     _refuse_empty(path)
-    return ArrowShard(partial(_stream_parquet, path), str(path), path.parent)
-
-
-def _stream_parquet(path: Path) -> IterableDataset:
     from datasets import Dataset
 
-    return Dataset.from_parquet(str(path), streaming=True)
+    return ArrowShard(partial(Dataset.from_parquet, str(path), streaming=True), str(path), path.parent)
 
 
 def open_table(path: Path) -> Table:

@@ -56,22 +56,18 @@ def video_header(source: VideoSource, where: str) -> VideoHeader:
             `MAX_SECONDS`.
         ValueError: If PyAV is not installed.
     """
-    av = optional("av")
-    try:
-        with _opened(av, source) as (container, stream):
-            width, height = _checked_size(stream.width, stream.height)
-            frames = stream.frames or _count(container, stream)
-            fps = float(stream.average_rate or 0)
-            if not frames or not fps:
-                raise ValueError(f"It has {frames} frames, {fps:g} per second.")
-            if frames / fps > MAX_SECONDS:
-                raise ValueError(f"It is longer than {MAX_SECONDS} s: {frames} frames, {fps:g} per second.")
-            container.seek(0)
-            if not any(islice(container.decode(stream), 1)):
-                raise ValueError("It has no frames.")
-            _check_end(container, stream)
-    except (*_UNREADABLE, av.FFmpegError) as error:
-        raise not_opened(source, where, _why(error)) from error
+    with _opened(source, where) as (container, stream):
+        width, height = _checked_size(stream)
+        frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        fps = float(stream.average_rate or 0)
+        if not frames or not fps:
+            raise ValueError(f"It has {frames} frames, {fps:g} per second.")
+        if frames / fps > MAX_SECONDS:
+            raise ValueError(f"It is longer than {MAX_SECONDS} s: {frames} frames, {fps:g} per second.")
+        container.seek(0)
+        if not any(islice(container.decode(stream), 1)):
+            raise ValueError("It has no frames.")
+        _check_end(container, stream)
     return VideoHeader(int(frames), fps, width, height)
 
 
@@ -87,23 +83,19 @@ def open_frames(source: VideoSource, indices: Sequence[int], where: str) -> NDAr
         MalformedRow: If the video does not exist, or cannot be decoded.
         ValueError: If PyAV is not installed.
     """
-    av = optional("av")
     wanted = [int(index) for index in indices]
     frames: dict[int, Any] = {}
-    try:
-        with _opened(av, source) as (container, stream):
-            width, height = _checked_size(stream.width, stream.height)
-            if len(wanted) * width * height > MAX_PIXELS:
-                raise ValueError(too_many(len(wanted), width, height))
-            distinct = set(wanted)
-            for number, frame in enumerate(islice(container.decode(stream), wanted[-1] + 1)):
-                if number in distinct:
-                    frames[number] = frame.to_ndarray(format="rgb24", width=width, height=height)
-            if len(frames) < len(distinct):
-                raise ValueError(f"Frame {wanted[-1]} is missing.")
-            return np.stack([frames[index] for index in wanted])
-    except (*_UNREADABLE, av.FFmpegError) as error:
-        raise not_opened(source, where, _why(error)) from error
+    with _opened(source, where) as (container, stream):
+        width, height = _checked_size(stream)
+        if len(wanted) * width * height > MAX_PIXELS:
+            raise ValueError(too_many(len(wanted), width, height))
+        distinct = set(wanted)
+        for number, frame in enumerate(islice(container.decode(stream), wanted[-1] + 1)):
+            if number in distinct:
+                frames[number] = frame.to_ndarray(format="rgb24", width=width, height=height)
+        if len(frames) < len(distinct):
+            raise ValueError(f"Frame {wanted[-1]} is missing.")
+        return np.stack([frames[index] for index in wanted])
 
 
 def too_many(frames: int, width: int, height: int) -> str:
@@ -115,26 +107,29 @@ def too_many(frames: int, width: int, height: int) -> str:
 
 
 @contextmanager
-def _opened(av: Any, source: VideoSource) -> Iterator[tuple[Any, Any]]:
-    check_is_file(source)
-    # Pass an open file rather than its name: FFmpeg might read a name as a URL.
-    with (
-        io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file,
-        av.open(file, options=_OPTIONS) as container,
-    ):
-        if not container.streams.video:
-            raise ValueError("It has no frames.")
-        yield container, container.streams.video[0]
+def _opened(source: VideoSource, where: str) -> Iterator[tuple[Any, Any]]:
+    """Open a video; raise MalformedRow if that fails, or what this context does with the video."""
+    av = optional("av")
+    try:
+        check_is_file(source)
+        # Pass an open file rather than its name: FFmpeg might read a name as a URL.
+        with (
+            io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file,
+            av.open(file, options=_OPTIONS) as container,
+        ):
+            if not container.streams.video:
+                raise ValueError("It has no frames.")
+            yield container, container.streams.video[0]
+    except (*_UNREADABLE, av.FFmpegError) as error:
+        # The full text of a PyAV error begins with an error number and ends with the name of the file object.
+        raise not_opened(source, where, str(getattr(error, "strerror", None) or error)) from error
 
 
-def _checked_size(width: int, height: int) -> tuple[int, int]:
+def _checked_size(stream: Any) -> tuple[int, int]:
+    width, height = stream.width, stream.height
     if not 0 < width * height <= (Image.MAX_IMAGE_PIXELS or MAX_PIXELS):
         raise ValueError(f"Its frames have {width} x {height} pixels.")
     return width, height
-
-
-def _count(container: Any, stream: Any) -> int:
-    return sum(packet.size > 0 for packet in container.demux(stream))
 
 
 def _check_end(container: Any, stream: Any) -> None:
@@ -143,8 +138,3 @@ def _check_end(container: Any, stream: Any) -> None:
         container.seek((stream.start_time or 0) + stream.duration, stream=stream)
         if not any(packet.size for packet in container.demux(stream)):
             raise ValueError("It is truncated.")
-
-
-def _why(error: BaseException) -> str:
-    # The full text of a PyAV error begins with an error number and ends with the name of the file object.
-    return str(getattr(error, "strerror", None) or error)
