@@ -443,7 +443,12 @@ class ChatDataModule(LightningDataModule):
         setattr(self, name, size)
 
     def take_size(self, name: str, size: int) -> None:
-        """Train with a size, as in `try_size`, from now on; conversations that are longer are encoded again."""
+        """Train with this size from now on; conversations that are longer are encoded again.
+
+        Args:
+            name: `"max_length"` or `"batch_size"`.
+            size: Number of tokens, or of rows.
+        """
         self._open.remove(name)
         self._loader = None
         self.batch_size = size if name == "batch_size" else self.batch_size
