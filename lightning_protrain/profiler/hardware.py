@@ -236,9 +236,8 @@ def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
         except RuntimeError as error:
             name = describe_device(device)["name"]
             raise ValueError(
-                f"Multiplying two matrices of shape {(rows, rows)} in "
-                f"{str(dtype).removeprefix('torch.')} fails on {name!r}. "
-                "Use another precision, or free memory of the device."
+                f"Multiplying two matrices of shape {(rows, rows)} in {str(dtype).removeprefix('torch.')} fails on "
+                f"{name!r}. Use another precision, or free memory of the device."
             ) from error
         best = max(best, 2 * rows**3 / seconds)
         enough = seconds >= PRODUCT_SECONDS and best < FASTER * before
