@@ -19,6 +19,9 @@ from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, 
 MAX_LINES, WIDTH = 25, 80
 # The name of the module that contains all units is shown only up to this many characters.
 MAX_PARENT = 16
+_UNIT_COLUMNS = ("chunks", "size", "where", "activations")
+# Columns of text; the others have numbers.
+_TEXTS = ("where", "activations", "of", "term", "mostly")
 
 
 class _Chunk(Protocol):
@@ -51,22 +54,7 @@ class _Memory(Protocol):
     """The part of `MemoryTerms` that this module reads."""
 
     @property
-    def resident_states(self) -> int: ...
-
-    @property
-    def chunk_buffers(self) -> int: ...
-
-    @property
-    def gradients_in_flight(self) -> int: ...
-
-    @property
-    def module_buffers(self) -> int: ...
-
-    @property
-    def swapped_activations(self) -> int: ...
-
-    @property
-    def activations(self) -> int: ...
+    def by_name(self) -> Mapping[str, int]: ...
 
     @property
     def total(self) -> int: ...
@@ -147,21 +135,16 @@ def details(plan: Explained, rates: Mapping[str, float], source: str) -> Group:
     assert prediction is not None
     rows = unit_rows(plan)
     shared = _shared_parent([row.name for row in rows])
-    units = _table("unit")
-    for column in ("chunks", "size", "where", "activations"):
-        units.add_column(column, justify="right" if column in ("chunks", "size") else "left")
+    units = _table("unit", *_UNIT_COLUMNS)
     for row in rows:
         units.add_row(*_cells([row], shared))
-    terms = _table("phase")
-    for column in ("of", "term", "size"):
-        terms.add_column(column, justify="right" if column == "size" else "left")
+    terms = _table("phase", "of", "term", "size")
     for phase in prediction.phases:
         for place, taken in (("device", phase.device), ("host", phase.host)):
             for name, nbytes in sorted(taken.items(), key=lambda term: -term[1]):
                 if nbytes:
                     terms.add_row(phase.name, place, name.replace("_", " "), short_bytes(nbytes))
-    table = _table(f"rate of {prediction.hardware}")
-    table.add_column("per second", justify="right")
+    table = _table(f"rate of {prediction.hardware}", "per second")
     for name, rate in rates.items():
         table.add_row(name.replace("_", " "), f"{rate:.3g}")
     basis = f"Rates of the device are parts of those in its data sheet, {source} Rates of the host are estimates."
@@ -213,17 +196,18 @@ def unit_table(plan: Explained, max_rows: int) -> Table:
         num_hidden = sum(map(len, runs[max_rows - 2 : -1]))
         cells[max_rows - 2 : -1] = [(f"{num_hidden} more units", "", "", "", "")]
     # A long name would wrap the table, such as model.base_model.model.model of a model with adapters.
-    table = _table(f"unit of {shared}" if 0 < len(shared) <= MAX_PARENT else "unit")
-    for column in ("chunks", "size", "where", "activations"):
-        table.add_column(column, justify="right" if column in ("chunks", "size") else "left")
+    table = _table(f"unit of {shared}" if 0 < len(shared) <= MAX_PARENT else "unit", *_UNIT_COLUMNS)
     for row in cells:
         table.add_row(*row)
     return table
 
 
-def _table(first: str) -> Table:
+def _table(first: str, *others: str) -> Table:
+    """Return a table without rows; columns of numbers are right-justified."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column(first, overflow="fold")  # A long name of a module goes on in the next line.
+    for column in others:
+        table.add_column(column, justify="left" if column in _TEXTS else "right")
     return table
 
 
@@ -269,32 +253,21 @@ def input_sentences(plan: Explained) -> list[str]:
 def memory_table(plan: Explained, budget: int | None) -> Table:
     """Return a table of the terms of the plan's device memory, and of their sum beside the budget."""
     memory = plan.memory
-    terms = {
-        "resident states": memory.resident_states,
-        "chunk buffers": memory.chunk_buffers,
-        "gradients in flight": memory.gradients_in_flight,
-        "module buffers": memory.module_buffers,
-    }
-    also = {"swapped activations": memory.swapped_activations, "activations": memory.activations}
-    terms |= {term: nbytes for term, nbytes in also.items() if nbytes}
     table = _table("on the device")
     table.show_footer, table.columns[0].footer = True, "total"
     table.add_column("size", footer=short_bytes(memory.total), justify="right")
     if budget is not None:
         table.add_column("of the budget", footer=_share(memory.total, budget), justify="right")
-    for term, nbytes in terms.items():
-        if budget is None:
-            table.add_row(term, short_bytes(nbytes))
-        else:
-            table.add_row(term, short_bytes(nbytes), _share(nbytes, budget))
+    for name, nbytes in memory.by_name.items():
+        if nbytes or not name.endswith("activations"):
+            share = [] if budget is None else [_share(nbytes, budget)]
+            table.add_row(name.replace("_", " "), short_bytes(nbytes), *share)
     return table
 
 
 def phase_table(prediction: Prediction, budget: int) -> Table:
     """Return a table of phases: predicted peak on device and host, and the largest term on the device."""
-    table = _table(f"on {prediction.hardware}")
-    for column in ("device", f"of {short_bytes(budget)}", "host", "mostly"):
-        table.add_column(column, justify="left" if column == "mostly" else "right")
+    table = _table(f"on {prediction.hardware}", "device", f"of {short_bytes(budget)}", "host", "mostly")
     for phase in prediction.phases:
         share = f"{100 * phase.device_bytes / budget:.0f} %"
         mostly = max(phase.device, key=lambda name: phase.device[name], default="").replace("_", " ")
