@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import StringIO
 from itertools import takewhile
 from typing import Protocol
@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from lightning_protrain.config import plural
 from lightning_protrain.planner.plots import UnitRow
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, Prediction
 
@@ -109,8 +110,7 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
         sentences: More sentences on the placement.
     """
     prediction = plan.prediction
-    parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *passing_sentences(plan)]
-    parts += [*input_sentences(plan), *slicing_sentences(plan), *sentences, ""]
+    parts: list[RenderableType] = [placement(plan), *_means(plan), *sentences, ""]
     if prediction is None:
         parts.append(memory_table(plan, budget))
     else:
@@ -215,39 +215,21 @@ def placement(plan: Explained) -> str:
     """Return a sentence on the placement of the parameters."""
     resident = sum(chunk.nbytes for chunk in plan.chunks if chunk.resident)
     streamed = sum(chunk.nbytes for chunk in plan.chunks) - resident
-    count = plan.num_chunk_buffers
-    buffers = f" through {count} chunk {'buffer' if count == 1 else 'buffers'}" if streamed else ""
+    buffers = f" through {plural(plan.num_chunk_buffers, 'chunk buffer')}" if streamed else ""
     return f"Parameters: {short_bytes(resident)} on the device, {short_bytes(streamed)} streamed{buffers}."
 
 
-def sharing_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on how ranks get streamed chunks of a shared copy; empty without a shared copy."""
-    if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
-        return []
-    return ["Streamed chunks are uploaded whole by each rank, from the one copy of its node."]
-
-
-def passing_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on gradients that have host memory only until their step; empty if all have memory."""
-    count = plan.gradient_buffers
-    sentence = f"The host has memory for gradients of {count} chunks; backward waits until earlier ones are stepped."
-    return [sentence] if count else []
-
-
-def slicing_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on modules that run on slices of the tokens; empty if none does."""
-    if not plan.sliced:
-        return []
-    return [f"Norms, linear layers and MLPs run on at most {plan.slice_tokens:,} tokens at a time."]
-
-
-def input_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on checkpointed blocks with their inputs on the host; empty if there is none."""
+def _means(plan: Explained) -> Iterator[str]:
+    """Yield a sentence for each means by which a plan saves memory, besides the placement and policies of blocks."""
+    if plan.sharding == "shard" and not all(chunk.resident for chunk in plan.chunks):
+        yield "Streamed chunks are uploaded whole by each rank, from the one copy of its node."
+    if count := plan.gradient_buffers:
+        yield f"The host has memory for gradients of {count} chunks; backward waits until earlier ones are stepped."
     moved = [block.swap_bytes for block in plan.blocks if block.policy == "checkpoint" and block.swap_bytes]
-    if not moved:
-        return []
-    blocks = f"{len(moved)} checkpointed {'block' if len(moved) == 1 else 'blocks'}"
-    return [f"Inputs of {blocks} wait on the host, {short_bytes(sum(moved))}."]
+    if moved:
+        yield f"Inputs of {plural(len(moved), 'checkpointed block')} wait on the host, {short_bytes(sum(moved))}."
+    if plan.sliced:
+        yield f"Norms, linear layers and MLPs run on at most {plan.slice_tokens:,} tokens at a time."
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:

@@ -380,16 +380,12 @@ def _refusal(problem: FSDPProblem, memory: FSDPMemory, device_bytes: int) -> str
         ways.insert(0, ('activation_checkpointing="auto"', fsdp_memory(problem, problem.block_names).device_bytes))
     fitting = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in ways if nbytes <= device_bytes]
     remedy = f"Give {' or '.join(fitting)}." if fitting else "Train on more ranks, or with a smaller batch."
-    return (
-        f"{problem.ranks.name} needs {format_bytes(memory.device_bytes)} on each device with "
-        f"{_count(memory, problem)} blocks recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are "
-        f"allowed. {remedy}"
-    )
-
-
-def _count(memory: FSDPMemory, problem: FSDPProblem) -> str:
     count, every = len(memory.checkpointed), len(problem.block_names)
-    return f"all {every}" if count == every else f"{count} of {every}"
+    recomputed = f"all {every}" if count == every else f"{count} of {every}"
+    return (
+        f"{problem.ranks.name} needs {format_bytes(memory.device_bytes)} on each device with {recomputed} blocks "
+        f"recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are allowed. {remedy}"
+    )
 
 
 @dataclass(frozen=True)
