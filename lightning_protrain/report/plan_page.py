@@ -55,14 +55,9 @@ def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
         prediction = known.get(name)
         rows.append([escape(name), *(["no plan", "", "", ""] if prediction is None else figures(prediction))])
     side_by_side = table(("hardware", "device", "host", "step", "tokens/s"), rows)
-    most = max((prediction.tokens_per_second or 0 for prediction in known.values()), default=0)
-    bars = [
-        _bar_row(
-            name, [("a", (prediction.tokens_per_second or 0) / most, name)], f"{prediction.tokens_per_second:,.0f}"
-        )
-        for name, prediction in known.items()
-        if prediction.tokens_per_second
-    ]
+    rates = {name: rate for name, prediction in known.items() if (rate := prediction.tokens_per_second)}
+    most = max(rates.values(), default=0)
+    bars = [_bar_row(name, [("a", rate / most, name)], f"{rate:,.0f}") for name, rate in rates.items()]
     picture = f"<h3>Tokens per second</h3>{''.join(bars)}" if bars else ""
     return f"<h2>Comparison</h2>{side_by_side}{picture}"
 

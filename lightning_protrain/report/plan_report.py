@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_protrain.config import plural
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.fsdp_memory import FSDPMemory
 from lightning_protrain.planner.plan import BlockPolicy, Plan
@@ -191,5 +192,4 @@ def _policies(plan: Plan) -> str:
     named = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
     advice = plan.prediction.advice if plan.prediction is not None else ()
     warnings = [sentence for sentence in advice if sentence.startswith("Warning")]
-    blocks = f"activations of {len(plan.blocks)} {'block' if len(plan.blocks) == 1 else 'blocks'}: {named}"
-    return ". ".join([blocks, *warnings])
+    return ". ".join([f"activations of {plural(len(plan.blocks), 'block')}: {named}", *warnings])
