@@ -54,11 +54,8 @@ def group_free_bytes(proc: Path = Path("/proc/self"), root: Path = Path("/")) ->
         proc: Folder of the process in Linux' procfs.
         root: Prefix of all paths.
     """
-    free = []
-    for kind, folder in _folders("memory", proc, root):
-        left = _left(folder, _VERSIONS[kind])
-        if left is not None:
-            free.append(left)
+    groups = (_left(folder, _VERSIONS[kind]) for kind, folder in _folders("memory", proc, root))
+    free = [left for left in groups if left is not None]
     return max(min(free), 0) if free else None
 
 

@@ -225,11 +225,7 @@ class ProTrainCLI(LightningCLI):
                 self.model.check_model()  # Before there are several processes, which would all say it.
             return
         except REFUSALS as error:
-            refused = [
-                earlier
-                for earlier in self._refused
-                if is_refusal(earlier) and str(earlier).partition("\n")[0] in str(error)
-            ]
+            refused = [it for it in self._refused if is_refusal(it) and str(it).partition("\n")[0] in str(error)]
             refusal = refusal_in(error) or next(reversed(refused), None)
             if refusal is None and "NoneType" in str(error):
                 _, *options = self._arguments if self.subcommand else ["", *self._arguments]
@@ -241,19 +237,15 @@ class ProTrainCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer; replace Lightning's default summary and progress bar by shorter ones."""
-        trainer: Any = super().instantiate_trainer(**kwargs)
-        callbacks = (self.config[self.subcommand] if self.subcommand else self.config)["trainer"].get("callbacks") or []
-        if not any("Summary" in str(entry) for entry in (callbacks if isinstance(callbacks, list) else [callbacks])):
+        trainer: Trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        given = _as_list((self.config[self.subcommand] if self.subcommand else self.config)["trainer"].get("callbacks"))
+        if not any("Summary" in str(entry) for entry in given):
             summaries = (ModelSummary, RichModelSummary)
-            trainer.callbacks = [ParameterCount() if type(entry) in summaries else entry for entry in trainer.callbacks]
-        if not any(
-            "ProgressBar" in str(entry) for entry in (callbacks if isinstance(callbacks, list) else [callbacks])
-        ):
-            trainer.callbacks = [
-                ShortProgress() if type(entry) is RichProgressBar else entry for entry in trainer.callbacks
-            ]
-        made: Trainer = trainer
-        return made
+            callbacks[:] = [ParameterCount() if type(entry) in summaries else entry for entry in callbacks]
+        if not any("ProgressBar" in str(entry) for entry in given):
+            callbacks[:] = [ShortProgress() if type(entry) is RichProgressBar else entry for entry in callbacks]
+        return trainer
 
     def before_predict(self) -> None:
         """Warn if the predictions will be lost."""
@@ -309,11 +301,10 @@ class ProTrainCLI(LightningCLI):
             settings["accelerator"] = "cpu"
             # Lightning would replace 16-mixed by bfloat16 on a CPU.
             if config["trainer"]["precision"] in ("16", 16, "16-mixed"):
-                plugins = config["trainer"].get("plugins") or []
                 float16 = Namespace(precision="16-mixed")
                 plugin = Namespace(class_path="lightning_protrain.ProTrainPrecision", init_args=float16)
                 settings["precision"] = None
-                settings["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), plugin]
+                settings["plugins"] = [*_as_list(config["trainer"].get("plugins")), plugin]
         if "accelerator" in settings:  # Lightning would warn that the GPU is not used.
             warnings.filterwarnings("ignore", "GPU available but not used")
             logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
@@ -403,6 +394,11 @@ def _joined(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
+def _as_list(entries: Any) -> list[Any]:
+    """Return the entries of a key that may have a list, a single entry or none."""
+    return entries if isinstance(entries, list) else [entries] if entries else []
+
+
 def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
     """Raise ValueError for wrong settings of the Trainer.
 
@@ -425,8 +421,7 @@ def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
         isinstance(devices, str) and not re.fullmatch(r"auto|-1|[\d, ]+", devices)
     ):
         raise ValueError(f"`trainer.devices: {devices}` must be a positive number, a list of numbers, -1 or auto.")
-    callbacks = settings.get("callbacks") or []
-    arguments = [entry.get("init_args") or {} for entry in (callbacks if isinstance(callbacks, list) else [callbacks])]
+    arguments = [entry.get("init_args") or {} for entry in _as_list(settings.get("callbacks"))]
     if ckpt_path == "best" and not any(entry.get("monitor") for entry in arguments):
         raise ValueError(
             "`ckpt_path: best` requires a callback with a `monitor`, such as val_loss: set it for ProTrainCheckpoint "

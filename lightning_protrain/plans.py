@@ -347,12 +347,8 @@ def alternatives(model: NamedConfig, options: TrainingOptions, hardware: DryRunH
         hardware: Hardware with one GPU, for which no plan fits.
     """
     (gpu,), options = hardware.gpu, options.smallest
-    larger = [
-        other_gpu
-        for other_gpu in CATALOGUE
-        if other_gpu.gib > find(gpu).gib and other_gpu.bfloat16 and other_gpu.vendor == "nvidia"
-    ]
-    fastest = {other_gpu.gib: other_gpu.name for other_gpu in sorted(larger, key=lambda other_gpu: other_gpu.half)}
+    larger = [it for it in CATALOGUE if it.gib > find(gpu).gib and it.bfloat16 and it.vendor == "nvidia"]
+    fastest = {it.gib: it.name for it in sorted(larger, key=lambda it: it.half)}
     sizes = {size: fastest[size] for size in sorted(fastest)[:LARGER_GPUS]}
     planner = planner_for(options.of(model, gpu), hardware)
     samples, length = int(options.batch_size or 1), int(options.length or 1024)

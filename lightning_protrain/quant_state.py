@@ -51,8 +51,7 @@ def place_companions(parameter: Tensor, place: Placing) -> None:
         if target.data_ptr() != tensor.data_ptr():
             target.copy_(tensor)
             setattr(holder, name, target)
-    if _codes(parameter) is not None:
-        vars(parameter)["CB"] = _plain(parameter)
+    _renew_codes(parameter)
 
 
 def attach_companions(host: Tensor, device_param: Tensor, place: Placing) -> None:
@@ -68,16 +67,14 @@ def attach_companions(host: Tensor, device_param: Tensor, place: Placing) -> Non
             state.state2 = copy.copy(state.state2)
     for (_, name, begin, tensor), (holder, _) in zip(_places(host), list(_holders(device_param)), strict=True):
         setattr(holder, name, place(begin, tensor))
-    if _codes(device_param) is not None:
-        vars(device_param)["CB"] = _plain(device_param)
+    _renew_codes(device_param)
 
 
 def move_companions(parameter: Tensor, device: torch.device) -> None:
     """Move the companions of a weight to `device`."""
     for holder, name in _holders(parameter):
         setattr(holder, name, getattr(holder, name).to(device))
-    if _codes(parameter) is not None:
-        vars(parameter)["CB"] = _plain(parameter)
+    _renew_codes(parameter)
 
 
 def prepare_weights(model: nn.Module, device: torch.device | None = None) -> None:
@@ -216,10 +213,10 @@ def _is_8bit(parameter: Tensor) -> bool:
     return parameter.dtype is torch.int8 and "SCB" in vars(parameter)
 
 
-def _codes(parameter: Tensor) -> Tensor | None:
-    """Return the attribute `CB` of an 8-bit weight, an alias of its data; None for other tensors."""
-    codes: Tensor | None = vars(parameter).get("CB") if _is_8bit(parameter) else None
-    return codes
+def _renew_codes(parameter: Tensor) -> None:
+    """Let the attribute `CB` of an 8-bit weight be an alias of its data again; do nothing for other tensors."""
+    if _is_8bit(parameter) and vars(parameter).get("CB") is not None:
+        vars(parameter)["CB"] = _plain(parameter)
 
 
 def _plain(parameter: Tensor) -> Tensor:

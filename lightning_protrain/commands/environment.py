@@ -46,15 +46,21 @@ _PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_")
 def describe() -> str:
     """Return the report: one fact per line, with continued lines indented."""
     hide_noise()
+    quota = cpu_quota()
+    time = "" if quota is None else f", with the processor time of {quota:g}"
     gpus = {f"GPU {index}": gpu for index, gpu in enumerate(describe_gpus())}
-    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _changes_a_run(name)]
+    set_here = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name in _VARIABLES or name.startswith(_PREFIXES)
+    ]
     facts = {
         _PACKAGE: f"{__version__}, Python {platform.python_version()}, {platform.platform()}",
         "packages": ", ".join(map(_with_version, _packages())),
         "packages that do not load": "; ".join(_failures()) or "none",
         "torch is built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else torch.version.hip or "CPUs only",
         **(gpus or {"GPU": "none is visible"}),
-        "CPU": f"{cpu_name()}, {len(allowed_cores())} of {os.cpu_count()} cores may be used{_quota()}",
+        "CPU": f"{cpu_name()}, {len(allowed_cores())} of {os.cpu_count()} cores may be used{time}",
         "host memory": _memory(),
         "page-locked memory": _lockable(),
         "variables": ", ".join(set_here) or "none that influences a run",
@@ -89,15 +95,6 @@ def _failures() -> list[str]:
         except LOADING_ERRORS as error:
             failures.append(f"{name} ({type(error).__name__}: {' '.join(str(error).split())})")
     return failures
-
-
-def _changes_a_run(variable: str) -> bool:
-    return variable in _VARIABLES or variable.startswith(_PREFIXES)
-
-
-def _quota() -> str:
-    quota = cpu_quota()
-    return "" if quota is None else f", with the processor time of {quota:g}"
 
 
 def _memory() -> str:

@@ -120,12 +120,13 @@ def key_in(config: Mapping[str, Any], error: BaseException) -> str | None:
     kinds = {setting.kind for setting in settings}
     kind, method = next(((kind, method) for kind, method in methods if kind in kinds), ("", ""))
     settings_of_class = [setting for setting in settings if kind and setting.kind == kind]
-    within = (
+    for keys in (
         _given(message, settings_of_class),
         _quoted(message, settings_of_class, names=True),
         _named(message, settings_of_class),
-    )
-    for keys in (*within, _given(message, settings), _quoted(message, settings)):
+        _given(message, settings),
+        _quoted(message, settings),
+    ):
         if len(keys) == 1:
             return keys.pop()
     holders = {setting.holder for setting in settings_of_class}
@@ -563,9 +564,7 @@ def _described(kind: Any) -> list[str]:
         return [f"a list of {len(get_args(kind))}"]
     if origin in (list, tuple, Sequence, Iterable):
         return ["a list"]
-    if origin in (dict, Mapping):
-        return ["a mapping"]
-    if is_dataclass(kind):
+    if origin in (dict, Mapping) or is_dataclass(kind):
         return ["a mapping"]
     return [_WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"]
 

@@ -25,7 +25,7 @@ from lightning_protrain.planner.fsdp_memory import (
 )
 from lightning_protrain.planner.problem import layout_alpha
 from lightning_protrain.profiler.blocks import describe_model
-from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
+from lightning_protrain.profiler.records import HardwareProfile
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
 from lightning_protrain.strategy.profile_step import profile_training_step
 
@@ -155,7 +155,9 @@ class FSDPSession:
             free = least_memory(free, self._sync.mesh)
         is_open = count is None or len(meshes) > 1
         if limit is not None or (free.device is not None and is_open):
-            problem = replace(problem, profile=self._profile(trainer, problem.layout))
+            with failing_together("Profiling a training step"):
+                profile = profile_training_step(trainer, problem.layout, otherwise=_STATES_ALONE)
+            problem = replace(problem, profile=profile)
             if limit is None and free.device is not None:
                 limit = int(free.device * (SHARE_OF_STATES if problem.profile is None else SHARE_OF_DEVICE))
             if problem.profile is None and count is None:
@@ -206,11 +208,6 @@ class FSDPSession:
         if self.memory is None:  # The model was sharded in an evaluation, without a prediction.
             return names if self.options.device_bytes is not None or device.type != "cpu" else ()
         return self.memory.checkpointed
-
-    def _profile(self, trainer: Trainer, layout: ModelLayout) -> ModelProfile | None:
-        """Return the profile of a training step on rank 0; None on other ranks, or if the step cannot be profiled."""
-        with failing_together("Profiling a training step"):
-            return profile_training_step(trainer, layout, otherwise=_STATES_ALONE)
 
 
 def free_device_bytes(device: torch.device) -> int | None:

@@ -437,8 +437,10 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         options: dict[str, Any] = {
             "mesh": make_mesh(ranks, self.root_device),
             "mp_policy": mixed_precision(self.precision_plugin.precision),
-            "offload_policy": self._offload_policy(),
+            "offload_policy": OffloadPolicy(),
         }
+        if self.session.options.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         placed: set[int] = set()
         for module in (*map(model.get_submodule, units.names), model):
             # Shard unit by unit, so that the device has at most one whole unit at a time.
@@ -449,11 +451,6 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         for step in _STEPS:
             if hasattr(model, step):
                 register_fsdp_forward_method(model, step)
-
-    def _offload_policy(self) -> OffloadPolicy:
-        if not self.session.options.cpu_offload:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
 
     def _recompute(self, model: LightningModule, names: tuple[str, ...]) -> None:
         if not names:

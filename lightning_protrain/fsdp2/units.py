@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_protrain.config import FSDPOptions, Policy, plural
-from lightning_protrain.profiler.blocks import _has_own_forward, discover_blocks
+from lightning_protrain.profiler.blocks import _descendants, _has_own_forward, discover_blocks
 
 # Modules that read their children's weights without calling them, so that a child cannot be its own unit.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -68,15 +68,9 @@ def choose_checkpointed(model: nn.Module, min_num_params: int) -> tuple[str, ...
     """
     if names := discover_blocks(model):
         return names
-    large = {id(module) for module in _large_modules(model, min_num_params)}
-    inside = {
-        id(inner)
-        for module in model.modules()
-        if id(module) in large
-        for inner in module.modules()
-        if inner is not module
-    }
-    return tuple(name for name, module in model.named_modules() if id(module) in large - inside)
+    large = _large_modules(model, min_num_params)
+    outermost = set(map(id, large)) - {id(inner) for module in large for inner in _descendants(module)}
+    return tuple(name for name, module in model.named_modules() if id(module) in outermost)
 
 
 def parameters_by_unit(model: nn.Module, units: ShardUnits) -> tuple[tuple[str, ...], ...]:
@@ -189,9 +183,8 @@ def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Modul
     assert isinstance(wanted, int)
     if wanted > len(names):
         raise ValueError(
-            f"activation_checkpointing={wanted}: {type(model).__name__} has "
-            f"{plural(len(names), 'block')} that can recompute "
-            f'their activations. Give at most {len(names)}, or "all".'
+            f"activation_checkpointing={wanted}: {type(model).__name__} has {plural(len(names), 'block')} that can "
+            f'recompute their activations. Give at most {len(names)}, or "all".'
         )
     return wanted
 

@@ -90,13 +90,7 @@ def _is_split(workload: Workload) -> bool:
 
 
 def on_more_devices(workload: Workload, hardware: HardwareProfile, device_bytes: int | None) -> Iterator[str]:
-    """Yield a sentence on the least number of devices of a node on which a workload fits under FSDP2, without offload.
-
-    Args:
-        workload: As in `FSDP2`.
-        hardware: As in `FSDP2`.
-        device_bytes: As in `FSDP2`.
-    """
+    """Yield a sentence on the least number of devices of a node on which a workload fits, see `FSDP2`."""
     for number in MORE_DEVICES:
         if FSDP2(workload, RankLayout(ranks_per_node=number), hardware, device_bytes).memory is not None:
             yield f'It fits on {number} such devices with strategy="protrain_fsdp2".'

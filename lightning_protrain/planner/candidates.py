@@ -336,9 +336,8 @@ def check_pins(packed: Sequence[Packing], knobs: Knobs) -> None:
     places = max(len(packing.places) for packing in packed)
     if swap > places:
         raise ValueError(
-            f"num_swap_blocks={swap}: this model has {plural(places, 'block')} with activations "
-            f"that can be swapped. Use "
-            "num_checkpoint_blocks, or name other blocks with `blocks`."
+            f"num_swap_blocks={swap}: this model has {plural(places, 'block')} with activations that can be swapped. "
+            "Use num_checkpoint_blocks, or name other blocks with `blocks`."
         )
     if buffers is not None:
         # More resident chunks need fewer buffers.
@@ -366,12 +365,10 @@ def _check_keep(packed: Sequence[Packing], knobs: Knobs) -> None:
     if not others:
         most = max(possible)
         raise ValueError(
-            f"num_keep_offloaded_blocks={num_keep}: at most {plural(most, 'block')} can have "
-            f"offloaded chunks and keep the "
-            "activations."
+            f"num_keep_offloaded_blocks={num_keep}: at most {plural(most, 'block')} can have offloaded chunks and keep "
+            "the activations."
         )
     raise ValueError(
-        f"num_keep_offloaded_blocks={num_keep} contradicts {' and '.join(others)}, which leave "
-        f"between {min(possible)} and {max(possible)} such blocks. Leave one of "
-        "them out."
+        f"num_keep_offloaded_blocks={num_keep} contradicts {' and '.join(others)}, which leave between {min(possible)} "
+        f"and {max(possible)} such blocks. Leave one of them out."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import StringIO
 from itertools import takewhile
 from typing import Protocol
@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from lightning_protrain.config import plural
 from lightning_protrain.planner.plots import UnitRow
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, Prediction
 
@@ -19,6 +20,9 @@ from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, 
 MAX_LINES, WIDTH = 25, 80
 # The name of the module that contains all units is shown only up to this many characters.
 MAX_PARENT = 16
+_UNIT_COLUMNS = ("chunks", "size", "where", "activations")
+# Columns of text; the others have numbers.
+_TEXTS = ("where", "activations", "of", "term", "mostly")
 
 
 class _Chunk(Protocol):
@@ -51,22 +55,7 @@ class _Memory(Protocol):
     """The part of `MemoryTerms` that this module reads."""
 
     @property
-    def resident_states(self) -> int: ...
-
-    @property
-    def chunk_buffers(self) -> int: ...
-
-    @property
-    def gradients_in_flight(self) -> int: ...
-
-    @property
-    def module_buffers(self) -> int: ...
-
-    @property
-    def swapped_activations(self) -> int: ...
-
-    @property
-    def activations(self) -> int: ...
+    def by_name(self) -> Mapping[str, int]: ...
 
     @property
     def total(self) -> int: ...
@@ -121,8 +110,7 @@ def explain(plan: Explained, budget: int | None = None, sentences: Sequence[str]
         sentences: More sentences on the placement.
     """
     prediction = plan.prediction
-    parts: list[RenderableType] = [placement(plan), *sharing_sentences(plan), *passing_sentences(plan)]
-    parts += [*input_sentences(plan), *slicing_sentences(plan), *sentences, ""]
+    parts: list[RenderableType] = [placement(plan), *_means(plan), *sentences, ""]
     if prediction is None:
         parts.append(memory_table(plan, budget))
     else:
@@ -147,21 +135,16 @@ def details(plan: Explained, rates: Mapping[str, float], source: str) -> Group:
     assert prediction is not None
     rows = unit_rows(plan)
     shared = _shared_parent([row.name for row in rows])
-    units = _table("unit")
-    for column in ("chunks", "size", "where", "activations"):
-        units.add_column(column, justify="right" if column in ("chunks", "size") else "left")
+    units = _table("unit", *_UNIT_COLUMNS)
     for row in rows:
         units.add_row(*_cells([row], shared))
-    terms = _table("phase")
-    for column in ("of", "term", "size"):
-        terms.add_column(column, justify="right" if column == "size" else "left")
+    terms = _table("phase", "of", "term", "size")
     for phase in prediction.phases:
         for place, taken in (("device", phase.device), ("host", phase.host)):
             for name, nbytes in sorted(taken.items(), key=lambda term: -term[1]):
                 if nbytes:
                     terms.add_row(phase.name, place, name.replace("_", " "), short_bytes(nbytes))
-    table = _table(f"rate of {prediction.hardware}")
-    table.add_column("per second", justify="right")
+    table = _table(f"rate of {prediction.hardware}", "per second")
     for name, rate in rates.items():
         table.add_row(name.replace("_", " "), f"{rate:.3g}")
     basis = f"Rates of the device are parts of those in its data sheet, {source} Rates of the host are estimates."
@@ -213,17 +196,18 @@ def unit_table(plan: Explained, max_rows: int) -> Table:
         num_hidden = sum(map(len, runs[max_rows - 2 : -1]))
         cells[max_rows - 2 : -1] = [(f"{num_hidden} more units", "", "", "", "")]
     # A long name would wrap the table, such as model.base_model.model.model of a model with adapters.
-    table = _table(f"unit of {shared}" if 0 < len(shared) <= MAX_PARENT else "unit")
-    for column in ("chunks", "size", "where", "activations"):
-        table.add_column(column, justify="right" if column in ("chunks", "size") else "left")
+    table = _table(f"unit of {shared}" if 0 < len(shared) <= MAX_PARENT else "unit", *_UNIT_COLUMNS)
     for row in cells:
         table.add_row(*row)
     return table
 
 
-def _table(first: str) -> Table:
+def _table(first: str, *others: str) -> Table:
+    """Return a table without rows; columns of numbers are right-justified."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column(first, overflow="fold")  # A long name of a module goes on in the next line.
+    for column in others:
+        table.add_column(column, justify="left" if column in _TEXTS else "right")
     return table
 
 
@@ -231,70 +215,41 @@ def placement(plan: Explained) -> str:
     """Return a sentence on the placement of the parameters."""
     resident = sum(chunk.nbytes for chunk in plan.chunks if chunk.resident)
     streamed = sum(chunk.nbytes for chunk in plan.chunks) - resident
-    count = plan.num_chunk_buffers
-    buffers = f" through {count} chunk {'buffer' if count == 1 else 'buffers'}" if streamed else ""
+    buffers = f" through {plural(plan.num_chunk_buffers, 'chunk buffer')}" if streamed else ""
     return f"Parameters: {short_bytes(resident)} on the device, {short_bytes(streamed)} streamed{buffers}."
 
 
-def sharing_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on how ranks get streamed chunks of a shared copy; empty without a shared copy."""
-    if plan.sharding != "shard" or all(chunk.resident for chunk in plan.chunks):
-        return []
-    return ["Streamed chunks are uploaded whole by each rank, from the one copy of its node."]
-
-
-def passing_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on gradients that have host memory only until their step; empty if all have memory."""
-    count = plan.gradient_buffers
-    sentence = f"The host has memory for gradients of {count} chunks; backward waits until earlier ones are stepped."
-    return [sentence] if count else []
-
-
-def slicing_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on modules that run on slices of the tokens; empty if none does."""
-    if not plan.sliced:
-        return []
-    return [f"Norms, linear layers and MLPs run on at most {plan.slice_tokens:,} tokens at a time."]
-
-
-def input_sentences(plan: Explained) -> list[str]:
-    """Return a sentence on checkpointed blocks with their inputs on the host; empty if there is none."""
+def _means(plan: Explained) -> Iterator[str]:
+    """Yield a sentence for each means by which a plan saves memory, besides the placement and policies of blocks."""
+    if plan.sharding == "shard" and not all(chunk.resident for chunk in plan.chunks):
+        yield "Streamed chunks are uploaded whole by each rank, from the one copy of its node."
+    if count := plan.gradient_buffers:
+        yield f"The host has memory for gradients of {count} chunks; backward waits until earlier ones are stepped."
     moved = [block.swap_bytes for block in plan.blocks if block.policy == "checkpoint" and block.swap_bytes]
-    if not moved:
-        return []
-    blocks = f"{len(moved)} checkpointed {'block' if len(moved) == 1 else 'blocks'}"
-    return [f"Inputs of {blocks} wait on the host, {short_bytes(sum(moved))}."]
+    if moved:
+        yield f"Inputs of {plural(len(moved), 'checkpointed block')} wait on the host, {short_bytes(sum(moved))}."
+    if plan.sliced:
+        yield f"Norms, linear layers and MLPs run on at most {plan.slice_tokens:,} tokens at a time."
 
 
 def memory_table(plan: Explained, budget: int | None) -> Table:
     """Return a table of the terms of the plan's device memory, and of their sum beside the budget."""
     memory = plan.memory
-    terms = {
-        "resident states": memory.resident_states,
-        "chunk buffers": memory.chunk_buffers,
-        "gradients in flight": memory.gradients_in_flight,
-        "module buffers": memory.module_buffers,
-    }
-    also = {"swapped activations": memory.swapped_activations, "activations": memory.activations}
-    terms |= {term: nbytes for term, nbytes in also.items() if nbytes}
     table = _table("on the device")
     table.show_footer, table.columns[0].footer = True, "total"
     table.add_column("size", footer=short_bytes(memory.total), justify="right")
     if budget is not None:
         table.add_column("of the budget", footer=_share(memory.total, budget), justify="right")
-    for term, nbytes in terms.items():
-        if budget is None:
-            table.add_row(term, short_bytes(nbytes))
-        else:
-            table.add_row(term, short_bytes(nbytes), _share(nbytes, budget))
+    for name, nbytes in memory.by_name.items():
+        if nbytes or not name.endswith("activations"):
+            share = [] if budget is None else [_share(nbytes, budget)]
+            table.add_row(name.replace("_", " "), short_bytes(nbytes), *share)
     return table
 
 
 def phase_table(prediction: Prediction, budget: int) -> Table:
     """Return a table of phases: predicted peak on device and host, and the largest term on the device."""
-    table = _table(f"on {prediction.hardware}")
-    for column in ("device", f"of {short_bytes(budget)}", "host", "mostly"):
-        table.add_column(column, justify="left" if column == "mostly" else "right")
+    table = _table(f"on {prediction.hardware}", "device", f"of {short_bytes(budget)}", "host", "mostly")
     for phase in prediction.phases:
         share = f"{100 * phase.device_bytes / budget:.0f} %"
         mostly = max(phase.device, key=lambda name: phase.device[name], default="").replace("_", " ")

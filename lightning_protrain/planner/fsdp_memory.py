@@ -69,9 +69,8 @@ class FSDPRanks:
         """Check that `shard_size` divides the number of ranks."""
         if self.num_ranks < 1 or self.divisor < 1 or self.num_ranks % self.divisor:
             raise ValueError(
-                f"{plural(self.num_ranks, 'rank')} ({self.num_nodes} x {self.ranks_per_node}) "
-                f"cannot be divided into groups "
-                f"of {self.divisor}, each with one copy of the model. Give a divisor of {self.num_ranks}."
+                f"{plural(self.num_ranks, 'rank')} ({self.num_nodes} x {self.ranks_per_node}) cannot be divided into "
+                f"groups of {self.divisor}, each with one copy of the model. Give a divisor of {self.num_ranks}."
             )
 
     @property
@@ -332,8 +331,7 @@ def _fit(problem: FSDPProblem, device_bytes: int | None, host_bytes: int | None,
         offloads = "Leave cpu_offload out, train" if problem.ranks.cpu_offload else "Train"
         raise FSDPTooLarge(
             f"{problem.ranks.name} needs {format_bytes(memory.node_host_bytes)} on the host of each node, "
-            f"{format_bytes(host_bytes)} are available. "
-            f"{offloads} on more nodes, or with fewer ranks on each."
+            f"{format_bytes(host_bytes)} are available. {offloads} on more nodes, or with fewer ranks on each."
         )
     return memory
 
@@ -382,16 +380,12 @@ def _refusal(problem: FSDPProblem, memory: FSDPMemory, device_bytes: int) -> str
         ways.insert(0, ('activation_checkpointing="auto"', fsdp_memory(problem, problem.block_names).device_bytes))
     fitting = [f"{name} ({format_bytes(nbytes)})" for name, nbytes in ways if nbytes <= device_bytes]
     remedy = f"Give {' or '.join(fitting)}." if fitting else "Train on more ranks, or with a smaller batch."
-    return (
-        f"{problem.ranks.name} needs {format_bytes(memory.device_bytes)} on each device with "
-        f"{_count(memory, problem)} blocks recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are "
-        f"allowed. {remedy}"
-    )
-
-
-def _count(memory: FSDPMemory, problem: FSDPProblem) -> str:
     count, every = len(memory.checkpointed), len(problem.block_names)
-    return f"all {every}" if count == every else f"{count} of {every}"
+    recomputed = f"all {every}" if count == every else f"{count} of {every}"
+    return (
+        f"{problem.ranks.name} needs {format_bytes(memory.device_bytes)} on each device with {recomputed} blocks "
+        f"recomputed ({peak.name}: {terms}), {format_bytes(device_bytes)} are allowed. {remedy}"
+    )
 
 
 @dataclass(frozen=True)

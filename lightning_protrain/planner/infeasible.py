@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from math import ceil, floor
+from math import ceil, floor, inf
 from typing import NoReturn
 
 from lightning_protrain.config import Knobs, format_bytes
@@ -76,10 +76,8 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
         # Either budget could be met alone, but every plan that meets one of them exceeds the other.
         assert on_device is not None
         assert on_host is not None
-        best, needed = (
-            min(fitting_host, key=lambda candidate: candidate.device),
-            min(candidate.host for candidate in fitting_device),
-        )
+        best = min(fitting_host, key=lambda candidate: candidate.device)
+        needed = min(candidate.host for candidate in fitting_device)
         sentences = [
             *_device_sentences(problem, on_device, best.plan, best.device, " if it is to fit the host"),
             f"Or raise host_memory to {format_bytes(needed)}, {format_bytes(needed - on_host)} more.",
@@ -95,8 +93,7 @@ def refuse(problem: Problem, knobs: Knobs, packed: Sequence[Packing]) -> NoRetur
 
 def any_fits(problem: Problem) -> bool:
     """Return True if a plan without swapping fits device and host; swapping would only need more host memory."""
-    knobs = Knobs(num_swap_blocks=0)
-    return any(_fits(problem, packing, knobs) for packing in packings(problem, knobs))
+    return _fits(problem, Knobs(num_swap_blocks=0))
 
 
 class _Bytes:
@@ -205,20 +202,14 @@ def _host_sentences(problem: Problem, budget: int, needed: int, condition: str) 
 
 def _pins(problem: Problem, knobs: Knobs) -> list[str]:
     """Return a sentence that names knobs to leave out so that a plan fits; empty if that does not help."""
-    helpful = []
-    for name in knobs.given:
-        freed = replace(knobs, **{name: None})
-        if any(_fits(problem, packing, freed) for packing in packings(problem, freed)):
-            helpful.append(f"{name}={getattr(knobs, name)}")
+    helpful = [
+        f"{name}={getattr(knobs, name)}" for name in knobs.given if _fits(problem, replace(knobs, **{name: None}))
+    ]
     return [f"Without {' or without '.join(helpful)} there is a plan that fits."] if helpful else []
 
 
-def _fits(problem: Problem, packing: Packing, knobs: Knobs) -> bool:
-    def within(nbytes: int, budget: int | None) -> bool:
-        return budget is None or nbytes <= budget
-
-    known = (_Bytes(packing, point, knobs) for point in sampled(packing, knobs))
-    return any(
-        within(candidate.device, problem.device_bytes) and within(candidate.host, problem.host_bytes)
-        for candidate in known
-    )
+def _fits(problem: Problem, knobs: Knobs) -> bool:
+    """Return True if a sampled candidate fits device and host."""
+    device, host = (inf if budget is None else budget for budget in (problem.device_bytes, problem.host_bytes))
+    known = (_Bytes(packing, at, knobs) for packing in packings(problem, knobs) for at in sampled(packing, knobs))
+    return any(candidate.device <= device and candidate.host <= host for candidate in known)

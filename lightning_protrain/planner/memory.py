@@ -86,16 +86,16 @@ class StatesProblem:
 
 def minimum_chunk_buffers(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
     """Return the least number of offloaded chunks that must be on the device together: the longest of `nests`."""
-    return max((len(nest) for nest in nests(layout, _offloaded(layout, chunks))), default=0)
+    return max((len(nest) for nest in nests(layout, offloaded_of(layout, chunks))), default=0)
 
 
 def minimum_buffer_bytes(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> int:
     """Return the least bytes of offloaded chunks that must be on the device together: the heaviest of `nests`."""
-    nested = nests(layout, _offloaded(layout, chunks))
+    nested = nests(layout, offloaded_of(layout, chunks))
     return max((sum(chunks[index].nbytes for index in nest) for nest in nested), default=0)
 
 
-def _offloaded(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tuple[int, ...]]:
+def offloaded_of(layout: ModelLayout, chunks: Sequence[ChunkPlan]) -> dict[str, tuple[int, ...]]:
     """Return the indices of the offloaded chunks that each unit needs, in order."""
     needed = chunks_of(layout, chunks)
     return {name: tuple(index for index in indices if not chunks[index].resident) for name, indices in needed.items()}
@@ -247,7 +247,7 @@ def host_bytes(
     saved = _saved_in_passing(layout, offloaded, state_bytes, use.gradient_buffers)
     lending = layout if use.sharers == 1 else replace(layout, lends_copies=False)
     states = sum(_state_bytes(lending, chunk, sums_of(layout, chunk), state_bytes) for chunk in offloaded)
-    gradients = [resident_bytes(layout, chunk, 0.0) for chunk in offloaded if chunk.trainable]
+    gradients = [sums_of(layout, chunk).own_bytes for chunk in offloaded if chunk.trainable]
     swapped = use.sharers * sum(block.swap_bytes for block in blocks)
     return states - saved + (use.gradients - 1) * sum(gradients) + swapped
 
@@ -281,21 +281,9 @@ def _saved_in_passing(
     chunks_kept = _kept_gradients(layout, offloaded)
     if not gradient_buffers or not layout.passes_gradients or not chunks_kept:
         return 0
-    sizes = [_pages(_own_bytes(layout, chunk)) for chunk in chunks_kept]
+    sizes = [_pages(sums_of(layout, chunk).own_bytes) for chunk in chunks_kept]
     states = int(state_bytes * sum(sums_of(layout, chunk).numel for chunk in chunks_kept))
     return max(sum(sizes) - max(gradient_buffers * max(sizes), sum(sizes) - states + max(sizes)), 0)
-
-
-def resident_bytes(layout: ModelLayout, chunk: ChunkPlan, state_bytes: float) -> int:
-    """Return the bytes of parameters and optimizer states of a chunk if it is resident, without gradients.
-
-    Args:
-        layout: The model.
-        chunk: One of its chunks, resident or not.
-        state_bytes: Bytes of optimizer states (and master copies) for each trainable element.
-    """
-    sums = sums_of(layout, chunk)
-    return sums.own_bytes + (ceil(state_bytes * sums.numel) if chunk.trainable else 0)
 
 
 def _state_bytes(layout: ModelLayout, chunk: ChunkPlan, sums: ChunkSums, state_bytes: float) -> int:
@@ -428,10 +416,11 @@ def host_terms(
     terms = {
         "parameters": sum(_weights(layout, chunk) for chunk in offloaded),
         "low_precision_copies": sum(_pages(chunk.nbytes) for chunk in offloaded if chunk.streamed_dtype is not None),
-        "gradients": sum(_pages(_own_bytes(layout, chunk)) for chunk in stored)
+        "gradients": sum(_pages(sums_of(layout, chunk).own_bytes) for chunk in stored)
         - _saved_in_passing(layout, offloaded, state_bytes, plan.gradient_buffers),
         "optimizer_states": ceil(state_bytes * elements),
-        "landing_gradients": _pool(waiting, pending) + max((_own_bytes(layout, chunk) for chunk in lent), default=0),
+        "landing_gradients": _pool(waiting, pending)
+        + max((sums_of(layout, chunk).own_bytes for chunk in lent), default=0),
         "swapped_activations": sum(block.swap_bytes for block in plan.blocks),
     }
     if sharers > 1:
@@ -447,7 +436,8 @@ def loading_terms(layout: ModelLayout, plan: Plan, asynchronous: bool) -> dict[s
     """Return the host memory while the model is placed: all weights are moved, chunk by chunk, into new memory."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     terms = host_terms(layout, plan, 0.0, asynchronous=asynchronous)
-    placed = terms["parameters"] + max((_pages(_own_bytes(layout, chunk)) for chunk in offloaded), default=0)
+    largest = max((_pages(sums_of(layout, chunk).own_bytes) for chunk in offloaded), default=0)
+    placed = terms["parameters"] + largest
     weights = sum(info.nbytes for info in layout.parameters)
     resident = weights - sum(sums_of(layout, chunk).nbytes for chunk in offloaded)
     return {
@@ -465,10 +455,6 @@ def _weights(layout: ModelLayout, chunk: ChunkPlan) -> int:
     if chunk.streamed_dtype is None:
         return _pages(chunk.nbytes)
     return sums_of(layout, chunk).nbytes
-
-
-def _own_bytes(layout: ModelLayout, chunk: ChunkPlan) -> int:
-    return sums_of(layout, chunk).own_bytes
 
 
 def _pages(nbytes: int) -> int:

@@ -28,8 +28,7 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from lightning_protrain.planner.memory import HostUse, host_terms, loading_terms, sums_of, sums_of_all
-from lightning_protrain.planner.packing import chunks_of
+from lightning_protrain.planner.memory import HostUse, host_terms, loading_terms, offloaded_of, sums_of, sums_of_all
 from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, ChunkPlan, Plan, gathers_gradients
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
 from lightning_protrain.planner.problem import Problem, casts_of
@@ -459,10 +458,7 @@ class LiveChunks:
 
     def __init__(self, problem: Problem, plan: Plan) -> None:
         layout, units = problem.layout, [segment.unit for segment in problem.profile.segments]
-        needed = {
-            name: tuple(index for index in indices if not plan.chunks[index].resident)
-            for name, indices in chunks_of(layout, plan.chunks).items()
-        }
+        needed = offloaded_of(layout, plan.chunks)
         ran = set(units)
         around: dict[str, tuple[int, ...]] = {}
         for unit in layout.units:

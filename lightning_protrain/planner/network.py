@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-# A number, or an array of numbers.
-Number = Any
 # Default bucket size of DDP.
 DDP_BUCKET = 25 << 20
 
@@ -35,7 +32,7 @@ class Route:
                     f"The measured {name} of a collective is {value!r}, which no network has. Measure it again."
                 )
 
-    def seconds(self, calls: Number, nbytes: Number) -> Number:
+    def seconds(self, calls: float, nbytes: float) -> float:
         """Return the time of `calls` collectives that move `nbytes` in total, seconds."""
         return calls * self.latency + nbytes / self.rate
 
@@ -73,7 +70,7 @@ class Network:
         """Return the number of collectives for a chunk with `num_parameters` gradients, in a node or over all ranks."""
         return 1 if self.owner is None else min(self.owners, num_parameters)
 
-    def sum_of_chunks(self, chunks: Number, calls: Number, numel: Number, nbytes: Number) -> Number:
+    def sum_of_chunks(self, chunks: float, calls: float, numel: float, nbytes: float) -> float:
         """Return the time to sum the gradients of chunks on an idle network, seconds.
 
         Args:
@@ -89,6 +86,6 @@ class Network:
         # All ranks of a node send the parts that they own at the same time.
         return seconds + (self.peers.seconds(chunks, sent / self.owners) if self.peers is not None else 0.0)
 
-    def sum_of_resident(self, nbytes: Number) -> Number:
+    def sum_of_resident(self, nbytes: float) -> float:
         """Return the time to all-reduce `nbytes` in DDP's buckets, seconds."""
         return self.everyone.seconds(nbytes / DDP_BUCKET, nbytes)

@@ -136,9 +136,14 @@ class MemoryTerms:
     activations: int = 0
 
     @property
+    def by_name(self) -> dict[str, int]:
+        """All terms by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
     def total(self) -> int:
         """Sum of all terms."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self.by_name.values())
 
 
 @dataclass(frozen=True, repr=False)
@@ -353,8 +358,7 @@ def check_plan(plan: Plan, layout: ModelLayout, low_dtype: str | None = None) ->
     if plan.num_chunk_buffers < 0 or (plan.num_offloaded_chunks and not plan.num_chunk_buffers):
         raise ValueError(
             f"The plan has {plural(plan.num_offloaded_chunks, 'offloaded chunk')}, but "
-            f"num_chunk_buffers={plan.num_chunk_buffers}. "
-            "Give at least one."
+            f"num_chunk_buffers={plan.num_chunk_buffers}. Give at least one."
         )
     for block in plan.blocks:
         _check_swap(block)

@@ -186,6 +186,4 @@ def read(kind: Any, where: str, value: Any) -> Any:
     raise ValueError(f"The plan's {where} is {value!r}, not {expected}. {_AGAIN}")
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)

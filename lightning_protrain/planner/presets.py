@@ -84,8 +84,7 @@ class _Draft:
         if not self.fits(plan):
             raise ValueError(
                 f"The plan needs at least {format_bytes(self.needed(plan))} on the device for model states, "
-                f"{format_bytes(limit)} are allowed. Raise device_memory to that, or train fewer "
-                "parameters."
+                f"{format_bytes(limit)} are allowed. Raise device_memory to that, or train fewer parameters."
             )
         more = range(least + 1, most + 1)
         fitting = bisect_right(more, limit, key=lambda num: self.needed(self.plan(chunks, blocks, num)))

@@ -9,7 +9,7 @@ the same time if they keep activations, and one of these blocks counts as runnin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from math import ceil
@@ -152,6 +152,11 @@ class Workload:
         """Fragmentation factor of a GPU's allocator, as in `memory_timeline`."""
         return layout_alpha(self.layout) if self.measured_alpha is None else self.measured_alpha
 
+    def profiled(self, profile: ModelProfile | None, streamed: frozenset[str]) -> Workload:
+        """Return the workload with the profile of its step, and with these parameters streamed in `low_dtype`."""
+        layout = self.layout if self.low_dtype is None else self.layout.streaming(streamed, self.low_dtype)
+        return replace(self, layout=layout, profile=profile, streamed=streamed)
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters."""
@@ -232,31 +237,24 @@ class Problem:
         return {}
 
     @cached_property
+    def _durations(self) -> list[Durations]:
+        return durations(self.profile.segments, self.hardware)
+
+    @cached_property
     def computes(self) -> list[tuple[float, float]]:
         """Device seconds of each segment, in forward and in backward."""
-        return [(duration.forward, duration.backward) for duration in durations(self.profile.segments, self.hardware)]
+        return [(duration.forward, duration.backward) for duration in self._durations]
 
     @cached_property
     def recomputes(self) -> list[tuple[float, float]]:
         """Device seconds to recompute each segment: all of it, and all except its products."""
-        return [
-            (duration.recomputed, duration.selective) for duration in durations(self.profile.segments, self.hardware)
-        ]
+        return [(duration.recomputed, duration.selective) for duration in self._durations]
 
     @cached_property
     def gradients(self) -> list[list[tuple[ParameterInfo, float]]]:
         """Gradients of each segment in order, each with the fraction of the segment's backward that precedes it."""
         infos = [[self.layout.parameter(fqn) for fqn in segment.gradients] for segment in self.profile.segments]
-        return [
-            list(
-                zip(
-                    parameters,
-                    come_together([it.fqn for it in parameters], [it.numel for it in parameters]),
-                    strict=True,
-                )
-            )
-            for parameters in infos
-        ]
+        return [list(zip(parameters, come_together(parameters), strict=True)) for parameters in infos]
 
     @cached_property
     def gradient_positions(self) -> list[tuple[str, int]]:
@@ -405,24 +403,17 @@ def durations(segments: Sequence[Segment], hardware: HardwareProfile) -> list[Du
 def selective_seconds(segment: Segment, hardware: HardwareProfile) -> float:
     """Return the seconds to recompute a forward with its products kept, plus the overhead of keeping them."""
     operations = segment.forward.operations
-    again, watched = (
-        hardware.seconds(recomputed_beside_products(segment.forward)),
-        WATCHED * sum(cost.count for cost in operations),
-    )
+    again = hardware.seconds(recomputed_beside_products(segment.forward))
+    watched = WATCHED * sum(cost.count for cost in operations)
     if not hardware.asynchronous:
         return again + 2 * watched
     return max(again, watched) + max(watched - hardware.seconds(operations), 0.0)
 
 
-def come_together(gradients: Sequence[str], numels: Sequence[int]) -> list[float]:
-    """Return the fraction of a segment's backward that has run when each of its gradients is complete.
-
-    Args:
-        gradients: First names of the parameters.
-        numels: Number of elements of each gradient.
-    """
-    modules = [fqn.rpartition(".")[0] for fqn in gradients]
-    sums = list(accumulate(numels))
+def come_together(parameters: Sequence[ParameterInfo]) -> list[float]:
+    """Return the fraction of a segment's backward that has run when the gradient of each parameter is complete."""
+    modules = [info.fqn.rpartition(".")[0] for info in parameters]
+    sums = list(accumulate(info.numel for info in parameters))
     ends = dict(zip(modules, sums, strict=True))
     whole = max([1, *sums[-1:]])
     return [ends[module] / whole for module in modules]

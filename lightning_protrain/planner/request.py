@@ -147,13 +147,10 @@ class PlanRequest:
         """Return the request for a plan with slices of the tokens, see [Note: Slices]; None if there is none."""
         if self.sliced_on is None or self.workload.profile is None or not self.searches(hardware):
             return None
-        sliced, workload = self.sliced_on(hardware), self.workload
+        sliced = self.sliced_on(hardware)
         if sliced is None:
             return None
-        layout = workload.layout
-        if workload.low_dtype is not None:
-            layout = layout.streaming(sliced.streamed, workload.low_dtype)
-        workload = replace(workload, layout=layout, profile=sliced.profile, streamed=sliced.streamed)
+        workload = self.workload.profiled(sliced.profile, sliced.streamed)
         return replace(self, workload=workload, profile_on=None, sliced_on=None)
 
     def of(self, plan: Plan, hardware: HardwareProfile | None = None) -> PlanRequest:
@@ -251,7 +248,8 @@ class PlanRequest:
             self._find_plan(hardware, host_bytes)  # It raises the same error if the copy is not the reason.
             raise type(error)(f"{error} {format_bytes(copied)} of host memory are {CHECKPOINT_COPY_ADVICE}") from error
         if hardware is not None and not self.searches(hardware):
-            plan = self._predicted(plan, hardware)
+            is_known = self.workload.profile is not None and self.workload.training is not None
+            plan = replace(plan, prediction=expected(self.here(hardware), plan) if is_known else None)
         return replace(self._among_ranks(plan), sharding=self.ranks.sharding)
 
     def _find_plan(self, hardware: HardwareProfile | None, host_bytes: int) -> Plan:
@@ -356,12 +354,6 @@ class PlanRequest:
         room = self._room_for_buckets(self.workload.layout.units)
         problem = replace(problem, device_bytes=(problem.device_bytes or 0) - room, reserved=room)
         return problem, search_with_evaluation(problem, self.options.knobs, self.say)
-
-    def _predicted(self, plan: Plan, hardware: HardwareProfile) -> Plan:
-        """Return a given plan with its prediction, if the step was profiled."""
-        if self.workload.profile is None or self.workload.training is None:
-            return replace(plan, prediction=None)
-        return replace(plan, prediction=expected(self.here(hardware), plan))
 
     def _problem(self, hardware: HardwareProfile, profile: ModelProfile, budget: int, host_bytes: int) -> Problem:
         workload = self.workload

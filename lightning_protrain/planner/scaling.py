@@ -11,11 +11,10 @@ host's memory and its rate.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_protrain.planner.network import Network, Route
-from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding
+from lightning_protrain.planner.plan import Plan, Sharding
 
 # Assumed seconds of a collective of a few bytes, within a node and between nodes. nccl-tests shows 19 us between A100s
 # of two nodes with InfiniBand, one call after the other; more nodes take longer
@@ -126,13 +125,10 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
     )
 
 
-def _gradient_bytes(chunks: Sequence[ChunkPlan]) -> int:
-    """Return the bytes of the summed gradients: in float32 if the weights are streamed in two bytes."""
-    return sum(chunk.nbytes * (1 if chunk.streamed_dtype is None else 2) for chunk in chunks)
-
-
 def _streamed_bytes(plan: Plan, accumulate: int) -> float:
     """Return the bytes that one rank streams in a step: offloaded weights twice and gradients once a micro-batch."""
     offloaded = [chunk for chunk in plan.chunks if not chunk.resident]
     up = 2 * sum(chunk.nbytes for chunk in offloaded)
-    return accumulate * (up + _gradient_bytes([chunk for chunk in offloaded if chunk.trainable]))
+    # Summed gradients are in float32 if the weights are streamed in two bytes.
+    down = sum(chunk.nbytes * (1 if chunk.streamed_dtype is None else 2) for chunk in offloaded if chunk.trainable)
+    return accumulate * (up + down)

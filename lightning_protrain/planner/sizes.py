@@ -44,11 +44,9 @@ class SizedStep:
 
     def times(self, factor: float) -> SizedStep:
         """Return the step with `factor` times the tokens, see [Note: Sizes]."""
-        return (
-            self
-            if factor == 1
-            else replace(self, requests=[(_times(request, factor), on) for request, on in self.requests])
-        )
+        if factor == 1:
+            return self
+        return replace(self, requests=[(_times(request, factor), on) for request, on in self.requests])
 
     @cached_property
     def sliced(self) -> SizedStep | None:

@@ -35,8 +35,8 @@ from operator import neg
 from typing import Literal, NamedTuple
 
 from lightning_protrain.planner.lanes import Lane, Work, WorkLog, rotated
+from lightning_protrain.planner.memory import offloaded_of
 from lightning_protrain.planner.network import Network
-from lightning_protrain.planner.packing import chunks_of
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.problem import Problem
 from lightning_protrain.profiler.records import HardwareProfile
@@ -338,20 +338,20 @@ class _Step:
         self._place_gradients()
         every = self.positions
         self.compute = sum(at.compute_forward + at.recompute + at.compute_backward for at in every)
-        uploads = [(at.uploads_forward, at.rate_forward) for at in every]
-        uploads += [(at.uploads_backward, at.rate_backward) for at in every]
-        comes = sum([sum([self.sizes[chunk] for chunk, _ in chunks]) / rate for chunks, rate in uploads])
-        self.upload = comes + sum(at.swap_in + at.inputs_in for at in every)
+        comes = [self.seconds_of(at.uploads_forward, at.rate_forward) for at in every]
+        comes += [self.seconds_of(at.uploads_backward, at.rate_backward) for at in every]
+        self.upload = sum(comes) + sum(at.swap_in + at.inputs_in for at in every)
         self.download = sum(at.swap_out for at in every) + sum(self.gradients.download)
         self.network = _sends(self) if problem.network is not None else None
+
+    def seconds_of(self, chunks: Iterable[Upload], rate: float) -> float:
+        """Return the duration of uploads."""
+        return sum([self.sizes[chunk] for chunk, _ in chunks]) / rate
 
     def _place_uploads(self) -> None:
         """Set the chunks to upload at each position; if buffers run out, the least recently used chunk is evicted."""
         layout, plan, segments = self.problem.layout, self.plan, self.problem.profile.segments
-        needed = {
-            name: [index for index in indices if not plan.chunks[index].resident]
-            for name, indices in chunks_of(layout, plan.chunks).items()
-        }
+        needed = offloaded_of(layout, plan.chunks)
         # The chunks of enclosing units are fetched first, and keep their buffers during the whole pass.
         pinned = {index for unit in layout.units if unit.encloses for index in needed[unit.name]}
         indices = [[index for index in needed.get(segment.unit, ()) if index not in pinned] for segment in segments]
@@ -461,10 +461,8 @@ class _Step:
             self.steps.append(_ChunkStep(position, chunk, seconds, SCALE * read, NORM * read))
         self.steps.sort()
         self.host.step = sum([step.seconds for step in self.steps])
-        self.host.norm, self.host.scale = (
-            sum([step.norm for step in self.steps]),
-            sum([step.scale for step in self.steps]),
-        )
+        self.host.norm = sum([step.norm for step in self.steps])
+        self.host.scale = sum([step.scale for step in self.steps])
 
 
 def uploads(
@@ -568,13 +566,12 @@ def _other(step: _Step, back: _Backward, adds: bool) -> float:
 def _in_turn(step: _Step) -> tuple[float, float]:
     """Return the seconds of a step in which nothing overlaps, and the seconds of its forwards."""
     again, host, clips = step.problem.training.accumulate, step.host, step.problem.training.clips
-    sizes = step.sizes
     forward = backward = 0.0
     for at in step.positions:
         forward += at.compute_forward + at.swap_out
-        forward += sum([sizes[chunk] for chunk, _ in at.uploads_forward]) / at.rate_forward
+        forward += step.seconds_of(at.uploads_forward, at.rate_forward)
         backward += at.recompute + at.compute_backward + at.swap_in + at.inputs_in
-        backward += sum([sizes[chunk] for chunk, _ in at.uploads_backward]) / at.rate_backward
+        backward += step.seconds_of(at.uploads_backward, at.rate_backward)
     backward += sum(step.gradients.download)
     update = host.cast + (again - 1) * host.add + host.step + (host.norm + host.scale if clips else 0.0)
     sent = step.network.sent if step.network is not None else 0.0
@@ -584,7 +581,7 @@ def _in_turn(step: _Step) -> tuple[float, float]:
 
 def _log_in_turn(step: _Step, log: WorkLog) -> None:
     """Log a step in which nothing overlaps; time 0 is the beginning of a forward."""
-    training, sizes, every, time = step.problem.training, step.sizes, step.gradients, 0.0
+    training, every, time = step.problem.training, step.gradients, 0.0
 
     def log_next(lane: Lane, seconds: float, what: str, position: int = -1) -> None:
         nonlocal time
@@ -593,13 +590,11 @@ def _log_in_turn(step: _Step, log: WorkLog) -> None:
 
     for number in range(training.accumulate):
         for index, at in enumerate(step.positions):
-            log_next("upload", sum([sizes[chunk] for chunk, _ in at.uploads_forward]) / at.rate_forward, WEIGHTS, index)
+            log_next("upload", step.seconds_of(at.uploads_forward, at.rate_forward), WEIGHTS, index)
             log_next("compute", at.compute_forward, FORWARD, index)
             log_next("download", at.swap_out, SWAP_OUT, index)
         for index, at in reversed([*enumerate(step.positions)]):
-            log_next(
-                "upload", sum([sizes[chunk] for chunk, _ in at.uploads_backward]) / at.rate_backward, WEIGHTS, index
-            )
+            log_next("upload", step.seconds_of(at.uploads_backward, at.rate_backward), WEIGHTS, index)
             log_next("upload", at.swap_in + at.inputs_in, SWAP_IN, index)
             log_next("compute", at.recompute, RECOMPUTE, index)
             log_next("compute", at.compute_backward, BACKWARD, index)
@@ -610,9 +605,8 @@ def _log_in_turn(step: _Step, log: WorkLog) -> None:
     log_next("compute", step.device_step, UPDATE)
     log_next("host", step.host.norm if training.clips else 0.0, NORMS)
     for chunk_step in step.steps:
-        log_next(
-            "host", chunk_step.seconds + (chunk_step.scale if training.clips else 0.0), UPDATE, chunk_step.position
-        )
+        seconds = chunk_step.seconds + (chunk_step.scale if training.clips else 0.0)
+        log_next("host", seconds, UPDATE, chunk_step.position)
 
 
 def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) -> float:
@@ -646,17 +640,13 @@ def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) 
 
 def _backward(step: _Step) -> _Backward:
     """Return the times of a backward that begins at 0."""
-    sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
+    ends, log = [NEVER] * (len(step.positions) + 1), step.log
     up = down = time = before = 0.0
     arrived, every = list[float](), step.gradients
     buffers = _GradientBuffers(every)
     for index in reversed(range(len(step.positions))):
         at, entered = step.positions[index], time
-        for chunk, freed in at.uploads_backward:
-            starts = max(up, ends[freed])
-            up = starts + sizes[chunk] / at.rate_backward
-            log.add("upload", starts, up, WEIGHTS, index)
-        up = _inputs_in(at, up, before, index, log)
+        up = _uploaded(step, index, up, ends, before)
         starts = max(entered, up)
         begins = since = starts + at.recompute
         stall = 0.0
@@ -683,11 +673,24 @@ def _backward(step: _Step) -> _Backward:
     return time, down, arrived
 
 
-def _inputs_in(at: _Position, up: float, asked: float, index: int, log: WorkLog | _NoLog) -> float:
-    """Return the time at which uploads have ended, with the inputs of a position, requested when the previous began."""
+def _uploaded(step: _Step, index: int, up: float, ends: Sequence[float], asked: float) -> float:
+    """Return the time at which the chunks and inputs that a position needs in backward have been uploaded.
+
+    Args:
+        step: The step under the plan.
+        index: Index of the position.
+        up: Time at which earlier uploads have ended.
+        ends: Time at which the computation of each position has ended.
+        asked: Time at which the previous position began, which requests the inputs.
+    """
+    at = step.positions[index]
+    for chunk, freed in at.uploads_backward:
+        starts = max(up, ends[freed])
+        up = starts + step.sizes[chunk] / at.rate_backward
+        step.log.add("upload", starts, up, WEIGHTS, index)
     if at.inputs_in > 0:
         up = max(up, asked) + at.inputs_in
-        log.add("upload", up - at.inputs_in, up, SWAP_IN, index)
+        step.log.add("upload", up - at.inputs_in, up, SWAP_IN, index)
     return up
 
 
@@ -940,16 +943,12 @@ class _Sending:
 def _averaged(step: _Step) -> _Ended:
     """Return the times of a backward in which ranks average gradients, see [Note: Sends]."""
     assert step.network is not None
-    sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log
+    ends, log = [NEVER] * (len(step.positions) + 1), step.log
     sending = _Sending(step.network, step)
     up = time = before = 0.0
     for index in reversed(range(len(step.positions))):
         at, sent, entered = step.positions[index], step.network.positions[index], time
-        for chunk, freed in at.uploads_backward:
-            starts = max(up, ends[freed])
-            up = starts + sizes[chunk] / at.rate_backward
-            log.add("upload", starts, up, WEIGHTS, index)
-        up = _inputs_in(at, up, before, index, log)
+        up = _uploaded(step, index, up, ends, before)
         gradients = step.problem.gradients[index]
         lead = gradients[0][1] * at.compute_backward if gradients else 0.0
         starts = max(entered, up)
@@ -987,7 +986,6 @@ def _check(problem: Problem, plan: Plan) -> None:
     ):
         if unknown := sorted(named - present):
             raise ValueError(
-                f"The {kind}: {', '.join(map(repr, unknown[:5]))}. The plan was made for another "
-                f"model: make it again for "
-                "this one."
+                f"The {kind}: {', '.join(map(repr, unknown[:5]))}. The plan was made for another model: make it again "
+                "for this one."
             )

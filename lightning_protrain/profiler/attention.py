@@ -23,8 +23,7 @@ from torch.nn import functional as F
 
 _ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-# Kernels by PyTorch's `SDPBackend` number; 4 is for other devices.
-_NUMBERS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+# Kernels by PyTorch's `SDPBackend` number, as in `_CHOICES`; 4 is for other devices.
 _USUAL_ORDER = [1, 2, 0, 3, 4]
 _CUDNN_FIRST = [3, 1, 2, 0]
 Capability = tuple[int, int]
@@ -98,9 +97,8 @@ def cuda_kernel(call: AttentionCall, capability: Capability) -> str:
     order = list(torch._C._get_sdp_priority_order())
     if order == _USUAL_ORDER and capability[0] in (9, 10):
         order = _CUDNN_FIRST
-    for number in order:
-        kernel = _NUMBERS.get(number)
-        if kernel is not None and _ALLOWED[kernel]() and _FITS[kernel](call, capability):
+    for kernel, is_enabled, fits in (_CHOICES[number] for number in order if number in _CHOICES):
+        if is_enabled() and fits(call, capability):
             return kernel
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in call.tensors)
     raise ValueError(
@@ -229,18 +227,13 @@ def _alignment(dtype: torch.dtype, capability: Capability) -> int:
     return 1
 
 
-_FITS: dict[str, Callable[[AttentionCall, Capability], bool]] = {
-    "flash": _fits_flash,
-    "efficient": _fits_efficient,
-    "cudnn": _fits_cudnn,
-    "math": lambda call, capability: True,
-}
 _SWITCHES = torch.backends.cuda
-_ALLOWED: dict[str, Callable[[], bool]] = {
-    "flash": _SWITCHES.flash_sdp_enabled,
-    "efficient": _SWITCHES.mem_efficient_sdp_enabled,
-    "cudnn": _SWITCHES.cudnn_sdp_enabled,
-    "math": _SWITCHES.math_sdp_enabled,
+# Kernel, whether the user allows it, and whether it can run a call.
+_CHOICES: dict[int, tuple[str, Callable[[], bool], Callable[[AttentionCall, Capability], bool]]] = {
+    0: ("math", _SWITCHES.math_sdp_enabled, lambda call, capability: True),
+    1: ("flash", _SWITCHES.flash_sdp_enabled, _fits_flash),
+    2: ("efficient", _SWITCHES.mem_efficient_sdp_enabled, _fits_efficient),
+    3: ("cudnn", _SWITCHES.cudnn_sdp_enabled, _fits_cudnn),
 }
 
 

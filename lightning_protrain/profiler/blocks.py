@@ -134,7 +134,7 @@ def _descendants(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _collect_repeated(module: nn.Module, visited: set[int], repeated: list[nn.Module]) -> None:
-    """Append the elements of the outermost repeated lists to `found`."""
+    """Append the elements of the outermost repeated lists to `repeated`."""
     if id(module) in visited:
         return
     visited.add(id(module))

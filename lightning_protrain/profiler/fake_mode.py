@@ -345,9 +345,7 @@ class MetaMode(StepMode):
         """Return True if a tensor is known, see [Note: Tensors without values]."""
         if isinstance(tensor, ShapeTensor) or tensor.device != _CPU or tensor.requires_grad:
             return False
-        if (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 1:
-            return False
-        return tensor.untyped_storage()._cdata not in self._storages
+        return _may_be_known(tensor) and tensor.untyped_storage()._cdata not in self._storages
 
     def _needs_stand_in(self, tensor: Tensor) -> bool:
         if is_traceable_wrapper_subclass(tensor):
@@ -431,9 +429,8 @@ class MetaMode(StepMode):
 
         resolved, rule = self._resolve_values(func, args, kwargs)
         observed = map_tensors(lower, args)
-        args, kwargs = (
-            map_tensors(lower, (resolved, kwargs)) if resolved is not args else (observed, map_tensors(lower, kwargs))
-        )
+        args = observed if resolved is args else map_tensors(lower, resolved)
+        kwargs = map_tensors(lower, kwargs)
         if "device" in kwargs or "generator" in kwargs:
             kwargs = _without_device(kwargs) | ({"device": _META} if "device" in kwargs else {})
         try:
@@ -497,10 +494,8 @@ class MetaMode(StepMode):
         return empty.set_(meta, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _may_be_known(result: object) -> bool:
+def _may_be_known(result: Tensor) -> bool:
     """Return True if the result of known tensors is known too: it is an integer, or has one element."""
-    if not isinstance(result, Tensor):
-        return True
     return not (result.is_floating_point() or result.is_complex()) or result.numel() <= 1
 
 

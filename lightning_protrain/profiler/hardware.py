@@ -236,9 +236,8 @@ def _matmul_rate(device: Device, dtype: torch.dtype, free: int) -> float:
         except RuntimeError as error:
             name = describe_device(device)["name"]
             raise ValueError(
-                f"Multiplying two matrices of shape {(rows, rows)} in "
-                f"{str(dtype).removeprefix('torch.')} fails on {name!r}. "
-                "Use another precision, or free memory of the device."
+                f"Multiplying two matrices of shape {(rows, rows)} in {str(dtype).removeprefix('torch.')} fails on "
+                f"{name!r}. Use another precision, or free memory of the device."
             ) from error
         best = max(best, 2 * rows**3 / seconds)
         enough = seconds >= PRODUCT_SECONDS and best < FASTER * before
@@ -267,15 +266,13 @@ def _step_rate(torch_device: torch.device, sizes: _ProbeSizes, finish: Callable[
 
 def _host_rates(device: Device, sizes: _ProbeSizes) -> tuple[float, float]:
     """Return `host_step` and `host_memory` of HardwareProfile, measured on the worker thread."""
-    cpu, rates = torch.device("cpu"), []
+    cpu = torch.device("cpu")
 
-    def measure() -> None:
-        rates.append(_step_rate(cpu, sizes, lambda: None))
-        rates.append(_sum_rate(cpu, sizes, lambda: None))
+    def measure() -> tuple[float, float]:
+        return _step_rate(cpu, sizes, lambda: None), _sum_rate(cpu, sizes, lambda: None)
 
-    device.worker.submit(measure).result()
-    step, memory = rates
-    return step, memory
+    rates: tuple[float, float] = device.worker.submit(measure).result()
+    return rates
 
 
 def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:

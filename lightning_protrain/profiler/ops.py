@@ -145,11 +145,9 @@ def _rnn_layer_backward(*args: Any) -> tuple[Tensor, ...]:
 def _loss(operation: Any, tensor: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
     """Return a loss in a storage of the size of its summands, which the CPU kernel allocates."""
     output: Tensor = operation(tensor, target, *rest, **options)
-    return (
-        output
-        if output.dim()
-        else output.new_empty(torch.broadcast_shapes(tensor.shape, target.shape)).as_strided((), ())
-    )
+    if output.dim():
+        return output
+    return output.new_empty(torch.broadcast_shapes(tensor.shape, target.shape)).as_strided((), ())
 
 
 def _grouped_mm_flops(first: Tensor, second: Tensor, *rest: Any) -> int:
@@ -174,18 +172,9 @@ def _rnn_flops(tensor: Tensor, input_weight: Tensor, hidden_weight: Tensor, *res
     return 2 * tensor.shape[0] * tensor.shape[1] * (input_weight.numel() + hidden_weight.numel())
 
 
-def _rnn_backward_flops(*args: Any) -> int:
-    """Return the FLOPs of backward: two products for each product of the forward."""
-    return 2 * _rnn_flops(*args)
-
-
 def _cudnn_rnn_flops(tensor: Tensor, weights: Sequence[Tensor], *rest: Any) -> int:
     """Return the FLOPs of all layers and directions; `tensor` may be a packed batch."""
     return 2 * (tensor.numel() // tensor.shape[-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
-
-
-def _cudnn_rnn_backward_flops(*args: Any) -> int:
-    return 2 * _cudnn_rnn_flops(*args)
 
 
 def _gemm_4bit_flops(tensor: Tensor, codes: Tensor, shape: Sequence[int], *rest: Any) -> int:
@@ -195,10 +184,6 @@ def _gemm_4bit_flops(tensor: Tensor, codes: Tensor, shape: Sequence[int], *rest:
 
 def _gemm_8bit_flops(tensor: Tensor, codes: Tensor, *rest: Any) -> int:
     return 2 * tensor.numel() * codes.shape[0]
-
-
-def _mixed_gemm_8bit_flops(tensor: Tensor, quantised: Tensor, codes: Tensor, *rest: Any) -> int:
-    return _gemm_8bit_flops(quantised, codes)
 
 
 _NORMALIZATIONS = (
@@ -234,16 +219,17 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._grouped_mm.default: _grouped_mm_flops,
     **{getattr(_ATEN, name).default: _attention_flops for name in _ATTENTION},
     **{getattr(_ATEN, f"{name}_backward").default: _attention_backward_flops for name in _ATTENTION},
+    # The backward of a recurrent layer has two products for each product of the forward.
     _ATEN.mkldnn_rnn_layer.default: _rnn_flops,
-    _ATEN.mkldnn_rnn_layer_backward.default: _rnn_backward_flops,
+    _ATEN.mkldnn_rnn_layer_backward.default: lambda *args: 2 * _rnn_flops(*args),
     _ATEN._cudnn_rnn.default: _cudnn_rnn_flops,
-    _ATEN._cudnn_rnn_backward.default: _cudnn_rnn_backward_flops,
+    _ATEN._cudnn_rnn_backward.default: lambda *args: 2 * _cudnn_rnn_flops(*args),
 }
 # FLOP formulas of products with quantised weights: operations of bitsandbytes, which may not be installed. They compute
 # in the dtype of the result.
 PRODUCTS_OF_CODES: dict[str, Callable[..., int]] = {
     "bitsandbytes::gemm_4bit": _gemm_4bit_flops,
     "bitsandbytes::int8_scaled_mm": _gemm_8bit_flops,
-    "bitsandbytes::int8_mixed_scaled_mm": _mixed_gemm_8bit_flops,
+    "bitsandbytes::int8_mixed_scaled_mm": lambda tensor, *codes: _gemm_8bit_flops(*codes),
     "lightning_protrain::gemm_4bit": _gemm_4bit_flops,  # in plans without bitsandbytes
 }

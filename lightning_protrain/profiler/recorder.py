@@ -296,9 +296,7 @@ class SegmentRecorder:
 
     def unpacked(self) -> None:
         """Record that backward unpacks a saved tensor."""
-        node: Any = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else self._end
-        segment = self._segments[bisect_right(self._numbers, number) - 1]
+        segment = self._segments[bisect_right(self._numbers, self._number()) - 1]
         segment.asked = segment.asked or self._live.now
 
     def written(self, activation: Activation) -> None:
@@ -339,15 +337,18 @@ class SegmentRecorder:
         self._segments.append(segment)
         self._numbers.append(segment.number)
 
+    def _number(self) -> int:
+        """Return the number of autograd's current node; without one, the first number after the forward."""
+        node: Any = torch._C._current_autograd_node()
+        return self._end if node is None else int(node._sequence_nr())
+
     def _of_node(self, before: int) -> tuple[_Segment, _Backward]:
         """Return the segment to which autograd's current node belongs, and its backward."""
         if self._in_backward is None:
             self._live.time += 1
             self._backwards.append(self._live.time)
             self._end = torch._C._autograd._get_sequence_nr()
-        node: Any = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else self._end
-        segment = self._in_backward or self._segments[-1]
+        number, segment = self._number(), self._in_backward or self._segments[-1]
         if number < self._end:
             segment = self._segments[bisect_right(self._numbers, number) - 1]
         back = segment.backward = segment.backward or _Backward()
@@ -534,7 +535,8 @@ class Recorder:
         is_segment = not unit.encloses and all(running.unit.encloses for running in self._running)
         if is_segment:
             fresh = self._fresh(inputs) if unit.is_block else None
-            self._segments.enter(unit.name, self._activations(inputs), unit.name in self._compiled, fresh)
+            given = self._found(self._storages(inputs))
+            self._segments.enter(unit.name, given, unit.name in self._compiled, fresh)
         self._calls.append(call)
         self._running.append(call)
         self._mode.scopes.append(unit.name)
@@ -717,10 +719,6 @@ class Recorder:
             saved_casts=tuple((self._copies[key], size) for key, size in call.saved.items() if key in self._copies),
             swap_bytes=sum(call.swapped.values()),
         )
-
-    def _activations(self, values: object) -> list[Activation]:
-        """Return the activations among the tensors in `values`."""
-        return self._found(self._storages(values))
 
     def _fresh(self, inputs: object) -> list[Activation] | None:
         """Return the inputs of a block that no earlier block was given; None if one of them is no activation."""

@@ -51,19 +51,6 @@ IGNORED = -100
 # Model types, besides those named after RoBERTa, whose first position is one behind the index of the padding token.
 _BEHIND_PADDING = ("camembert", "data2vec-text", "xmod", "longformer", "ibert")
 
-# Names of transformers' model lists by task. Some classes are in several lists, so specific tasks come first.
-_TASKS = {
-    "speech": "SPEECH_SEQ_2_SEQ",
-    "image and text": "IMAGE_TEXT_TO_TEXT",
-    "images": "IMAGE_CLASSIFICATION",
-    "sequences": "SEQUENCE_CLASSIFICATION",
-    "tokens": "TOKEN_CLASSIFICATION",
-    "answers": "QUESTION_ANSWERING",
-    "translation": "SEQ_TO_SEQ_CAUSAL_LM",
-    "next tokens": "CAUSAL_LM",
-    "masked tokens": "MASKED_LM",
-}
-
 
 def size_of(batch: Any) -> tuple[int, int]:
     """Return the numbers of samples and tokens of a batch; 0 if unknown."""
@@ -95,10 +82,10 @@ def synthetic_batch(model: nn.Module, batch_size: int = BATCH_SIZE, length: int 
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r}: give a positive integer.")
     name = type(inner).__name__
-    task = next((task for task, classes in _TASKS.items() if _lists(_names(classes), name)), "")
+    make = next((make for classes, make in _MAKERS.items() if _lists(_names(classes), name)), _Maker.anything)
     maker = _Maker(inner, batch_size, _checked_length(inner, length))
     with torch.device("cpu"):
-        return _MAKERS[task](maker)
+        return make(maker)
 
 
 def _is_pretrained(module: nn.Module) -> TypeGuard[PreTrainedModel]:
@@ -173,6 +160,10 @@ class _Maker:
         self._generator = torch.Generator("cpu").manual_seed(0)
         self.config = self.model.config
         self.takes = frozenset(inspect.signature(self.model.forward).parameters)
+
+    def refusal(self, reason: str) -> ValueError:
+        """Return the error that no batch can be made."""
+        return ValueError(f"No batch can be made for {type(self.model).__name__}: {reason}. Give data.")
 
     def draw(self, *shape: int) -> Tensor:
         """Return normal random numbers, like normalised images and audio."""
@@ -268,9 +259,7 @@ class _Maker:
         """Return one image for each sample."""
         size = getattr(config, "image_size", None)
         if size is None:
-            raise ValueError(
-                f"No batch can be made for {type(self.model).__name__}: its config has no image_size. Give data."
-            )
+            raise self.refusal("its config has no image_size")
         height, width = (size, size) if isinstance(size, int) else size
         return self.draw(self.batch_size, int(getattr(config, "num_channels", 3)), int(height), int(width))
 
@@ -280,15 +269,11 @@ class _Maker:
         token = getattr(self.config, "image_token_index", None) if token is None else token
         features: Callable[..., Any] | None = getattr(self.model, "get_image_features", None)
         if token is None or features is None:
-            raise ValueError(
-                f"No batch can be made for {type(self.model).__name__}: its image inputs are unknown. Give data."
-            )
+            raise self.refusal("its image inputs are unknown")
         seen = self._seen(inspect.signature(features).parameters)
         count = self._count_tokens(features, seen) if seen else 0
         if seen and not count:
-            raise ValueError(
-                f"No batch can be made for {type(self.model).__name__}: its images take no tokens. Give data."
-            )
+            raise self.refusal("its images take no tokens")
         ids = self.ids(max(self.length, count + LEAST_TEXT) if count else self.length)
         ids[:, 1 : 1 + count] = token
         batch = {"input_ids": ids, **seen, "labels": ids.masked_fill(ids == token, IGNORED)}
@@ -333,7 +318,7 @@ class _Maker:
             return self.masks() | {"input_ids": self.ids(), **both}
         if "pixel_values" in self.takes:
             return {"pixel_values": self.pictures(self.config)}
-        raise ValueError(f"No batch can be made for {type(self.model).__name__}: its inputs are unknown. Give data.")
+        raise self.refusal("its inputs are unknown")
 
 
 def _is_encoder(config: Any) -> bool:
@@ -341,17 +326,17 @@ def _is_encoder(config: Any) -> bool:
     return bool(config.is_encoder_decoder) or config.model_type in _names("MASKED_LM")
 
 
+# By the name of transformers' list of models. Some classes are in several lists, so specific tasks come first.
 _MAKERS: dict[str, Callable[[_Maker], dict[str, Any]]] = {
-    "speech": _Maker.speech,
-    "image and text": _Maker.image_and_text,
-    "images": _Maker.images,
-    "sequences": _Maker.sequences,
-    "tokens": _Maker.tokens,
-    "answers": _Maker.answers,
-    "translation": _Maker.translation,
-    "next tokens": _Maker.next_tokens,
-    "masked tokens": _Maker.masked_tokens,
-    "": _Maker.anything,
+    "SPEECH_SEQ_2_SEQ": _Maker.speech,
+    "IMAGE_TEXT_TO_TEXT": _Maker.image_and_text,
+    "IMAGE_CLASSIFICATION": _Maker.images,
+    "SEQUENCE_CLASSIFICATION": _Maker.sequences,
+    "TOKEN_CLASSIFICATION": _Maker.tokens,
+    "QUESTION_ANSWERING": _Maker.answers,
+    "SEQ_TO_SEQ_CAUSAL_LM": _Maker.translation,
+    "CAUSAL_LM": _Maker.next_tokens,
+    "MASKED_LM": _Maker.masked_tokens,
 }
 
 

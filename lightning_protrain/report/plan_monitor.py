@@ -21,6 +21,7 @@ from rich.console import Group
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import StreamDevice, TransferCounters
 from lightning_protrain.device.recording import Lane, Recording, Span, busy
+from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed.evaluation import patch
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
@@ -50,20 +51,6 @@ _REHEARSE = 'No rehearsal was made: plan="auto" with rehearse=True plans with me
 _AGAIN = "The next run will rehearse again."
 
 
-class HasOverlap(Protocol):
-    """The interface of `lightning_protrain.strategy.overlap.OverlapPlan`."""
-
-    def describe(self, threads: int | None) -> str:
-        """Return a sentence that says when the host steps the optimizer."""
-
-
-class HasPeerAccess(Protocol):
-    """The interface of `lightning_protrain.device.topology.PeerAccess`."""
-
-    def describe(self) -> str:
-        """Return sentences that describe the connection between the devices of a node."""
-
-
 @runtime_checkable
 class HasPlan(Protocol):
     """The properties of a strategy that `PlanMonitor` reads, such as `ProTrainStrategy`."""
@@ -89,28 +76,19 @@ class HasPlan(Protocol):
         """Limit of the plan's device memory, bytes; None means no limit."""
 
     @property
-    def overlap(self) -> HasOverlap:
-        """Time at which the host steps the optimizer."""
-
-    @property
-    def peers(self) -> HasPeerAccess | None:
+    def peers(self) -> PeerAccess | None:
         """Connection between the devices of a node; None if it is unknown."""
 
 
-def render_plan(
-    plan: Plan, budget: int | None = None, overlap: HasOverlap | None = None, peers: HasPeerAccess | None = None
-) -> Group:
+def render_plan(plan: Plan, budget: int | None = None, peers: PeerAccess | None = None) -> Group:
     """Return tables of the plan for a terminal: the decisions for each unit, and the device memory.
 
     Args:
         plan: The plan.
         budget: Limit of the plan's device memory, bytes; None means no limit.
-        overlap: Time at which the host steps the optimizer; None omits it.
         peers: Connection between the devices of a node; None omits it.
     """
-    steps = overlap is not None and any(chunk.trainable and not chunk.resident for chunk in plan.chunks)
-    sentences = [overlap.describe(None)] if overlap is not None and steps else []
-    return plan.explain(budget, sentences if peers is None else [*sentences, peers.describe()])
+    return plan.explain(budget, [] if peers is None else [peers.describe()])
 
 
 class PlanMonitor(CopyableCallback):
@@ -181,7 +159,7 @@ class PlanMonitor(CopyableCallback):
             if plan.prediction is not None:
                 advice = tuple(it for it in plan.prediction.advice if not it.startswith(("sharding=", "strategy=")))
                 plan = replace(plan, prediction=replace(plan.prediction, advice=advice))
-            get_console().print(render_plan(plan, strategy.budget, None, strategy.peers))
+            get_console().print(render_plan(plan, strategy.budget, strategy.peers))
             if self._log:
                 log_figures(trainer.loggers, plan_figures(strategy.plan))
 

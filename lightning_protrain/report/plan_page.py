@@ -9,7 +9,7 @@ from lightning_protrain.planner.explain import short_bytes, short_seconds, unit_
 from lightning_protrain.planner.plan import BlockPolicy, Plan
 from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.report.chart_data import Charts
-from lightning_protrain.report.plan_report import HERE
+from lightning_protrain.report.plan_report import HERE, figures
 from lightning_protrain.report.svg import (
     coloured,
     document,
@@ -53,26 +53,11 @@ def _comparison(answers: Mapping[str, Plan | ValueError]) -> str:
     rows = []
     for name in answers:
         prediction = known.get(name)
-        cells = ["no plan", "", "", ""]
-        if prediction is not None:
-            rate = prediction.tokens_per_second
-            tokens = "" if rate is None else f"{rate:,.0f}"
-            cells = [
-                short_bytes(prediction.device_bytes),
-                short_bytes(prediction.host_bytes),
-                short_seconds(prediction.step_seconds),
-                tokens,
-            ]
-        rows.append([escape(name), *cells])
+        rows.append([escape(name), *(["no plan", "", "", ""] if prediction is None else figures(prediction))])
     side_by_side = table(("hardware", "device", "host", "step", "tokens/s"), rows)
-    most = max((prediction.tokens_per_second or 0 for prediction in known.values()), default=0)
-    bars = [
-        _bar_row(
-            name, [("a", (prediction.tokens_per_second or 0) / most, name)], f"{prediction.tokens_per_second:,.0f}"
-        )
-        for name, prediction in known.items()
-        if prediction.tokens_per_second
-    ]
+    rates = {name: rate for name, prediction in known.items() if (rate := prediction.tokens_per_second)}
+    most = max(rates.values(), default=0)
+    bars = [_bar_row(name, [("a", rate / most, name)], f"{rate:,.0f}") for name, rate in rates.items()]
     picture = f"<h3>Tokens per second</h3>{''.join(bars)}" if bars else ""
     return f"<h2>Comparison</h2>{side_by_side}{picture}"
 
@@ -140,12 +125,12 @@ def _phases(prediction: Prediction, colours: Mapping[str, str]) -> str:
 
 def _tiles(prediction: Prediction) -> str:
     """Return the most important figures of a plan as tiles."""
-    rate = prediction.tokens_per_second
+    device, host, step, tokens = figures(prediction)
     shown = {
-        "a step": short_seconds(prediction.step_seconds),
-        "tokens per second": "" if rate is None else f"{rate:,.0f}",
-        f"device, of {short_bytes(prediction.budget)}": short_bytes(prediction.device_bytes),
-        "host": short_bytes(prediction.host_bytes),
+        "a step": step,
+        "tokens per second": tokens,
+        f"device, of {short_bytes(prediction.budget)}": device,
+        "host": host,
         "bounds the step": prediction.bound,
     }
     tiles = "".join(f"<div><b>{value}</b><span>{name}</span></div>" for name, value in shown.items() if value)

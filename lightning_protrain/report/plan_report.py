@@ -11,9 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_protrain.config import plural
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.fsdp_memory import FSDPMemory
 from lightning_protrain.planner.plan import BlockPolicy, Plan
+from lightning_protrain.planner.prediction import Prediction
 from lightning_protrain.planner.scaling import Cluster, Scaled, scale
 
 # A plan for each hardware name, or the error that says why no plan fits; `""` is this node.
@@ -50,17 +52,10 @@ def report_fsdp(answers: Mapping[str, FSDPMemory | ValueError], path: str | None
     console.print(table)
     for name, answer in answers.items():
         text = str(answer) if isinstance(answer, ValueError) else answer.describe()
-        console.print(f"{name or 'this machine'}: {text}", highlight=False)
-    if len(answers) == 1:
-        for answer in answers.values():
-            if not isinstance(answer, ValueError):
-                console.print(_fsdp_phases(answer))
-    if path is not None:
-        content = {
-            name or HERE: None if isinstance(answer, ValueError) else answer.to_dict()
-            for name, answer in answers.items()
-        }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        console.print(f"{name or HERE}: {text}", highlight=False)
+        if len(answers) == 1 and not isinstance(answer, ValueError):
+            console.print(_fsdp_phases(answer))
+    _write(path, {name: None if isinstance(it, ValueError) else it.to_dict() for name, it in answers.items()})
 
 
 def _fsdp_phases(memory: FSDPMemory) -> Table:
@@ -113,11 +108,14 @@ def write_plans(answers: Answers, path: str | None) -> None:
         path: JSON file to write; None: no file.
     """
     if path is not None:
-        content = {
-            name or HERE: json.loads(answer.to_json()) if isinstance(answer, Plan) else None
-            for name, answer in answers.items()
-        }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        _write(path, {name: json.loads(it.to_json()) if isinstance(it, Plan) else None for name, it in answers.items()})
+
+
+def _write(path: str | None, content: Mapping[str, object]) -> None:
+    """Write a value for each hardware name to a JSON file; None: write no file."""
+    if path is not None:
+        named = {name or HERE: value for name, value in content.items()}
+        Path(path).write_text(json.dumps(named, indent=1) + "\n", encoding="utf-8")
 
 
 def comparison(
@@ -143,17 +141,21 @@ def comparison(
         prediction = answer.prediction
         row = [name, _resident(answer)]
         if prediction is not None:
-            rate = prediction.tokens_per_second
-            row += [
-                short_bytes(prediction.device_bytes),
-                short_bytes(prediction.host_bytes),
-                short_seconds(prediction.step_seconds),
-                "" if rate is None else f"{rate:,.0f}",
-                prediction.bound,
-            ]
+            row += [*figures(prediction), prediction.bound]
             row += [] if longest is None else [f"{longest[index]:,}"]
         table.add_row(*row)
     return table
+
+
+def figures(prediction: Prediction) -> list[str]:
+    """Return the cells of a plan in a table: memory of device and host, time of a step, tokens per second."""
+    rate = prediction.tokens_per_second
+    return [
+        short_bytes(prediction.device_bytes),
+        short_bytes(prediction.host_bytes),
+        short_seconds(prediction.step_seconds),
+        "" if rate is None else f"{rate:,.0f}",
+    ]
 
 
 def scaling(scaled: Mapping[str, tuple[str, Scaled]]) -> Table:
@@ -190,5 +192,4 @@ def _policies(plan: Plan) -> str:
     named = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
     advice = plan.prediction.advice if plan.prediction is not None else ()
     warnings = [sentence for sentence in advice if sentence.startswith("Warning")]
-    blocks = f"activations of {len(plan.blocks)} {'block' if len(plan.blocks) == 1 else 'blocks'}: {named}"
-    return ". ".join([blocks, *warnings])
+    return ". ".join([f"activations of {plural(len(plan.blocks), 'block')}: {named}", *warnings])

@@ -19,7 +19,7 @@ from lightning_protrain.planner.request import PlanOrPreset, ProfileOn, SlicedOn
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.quant_state import prepare_weights
-from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, plan_overlap
+from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, clips_by_norm, plan_overlap
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import (
     may_slice,
@@ -130,13 +130,12 @@ def _trained(
 ) -> Workload:
     """Return the workload of a training, without a profile."""
     trainer, state_bytes = run.trainer, run.precision.state_bytes(optimizers)
-    clips_norm = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
     return Workload(
         layout,
         low_dtype=run.precision.low_dtype_name,
         state_bytes=state_bytes,
         training=Training(
-            overlap.overlap.value, trainer.accumulate_grad_batches, clips_norm, trainer.enable_validation
+            overlap.overlap.value, trainer.accumulate_grad_batches, clips_by_norm(trainer), trainer.enable_validation
         ),
         foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
@@ -198,11 +197,7 @@ def _profiling_slices(run: Run, profile_on: ProfileOn, reason: str) -> SlicedOn:
 
 def _profiled(run: Run, workload: Workload, profile: ModelProfile | None) -> Workload:
     """Return the workload with the profile of its step, and with the dtypes in which weights may be streamed."""
-    streamed = streamable(profile, run.trainer.lightning_module, workload.low_dtype)
-    layout = workload.layout
-    if workload.low_dtype is not None:
-        layout = layout.streaming(streamed, workload.low_dtype)
-    return replace(workload, layout=layout, profile=profile, streamed=streamed)
+    return workload.profiled(profile, streamable(profile, run.trainer.lightning_module, workload.low_dtype))
 
 
 def _may_take_foreach(optimizer: Optimizer) -> bool:

@@ -56,9 +56,8 @@ class DryRunHardware:
                 raise ValueError(f"{name}={value!r}: give a positive number.")
         if self.num_gpus % self.num_nodes:
             raise ValueError(
-                f"num_gpus={self.num_gpus} counts the GPUs of all nodes, and "
-                f"num_nodes={self.num_nodes} does not divide it."
-                f" Give a multiple of {self.num_nodes}."
+                f"num_gpus={self.num_gpus} counts the GPUs of all nodes, and num_nodes={self.num_nodes} does not "
+                f"divide it. Give a multiple of {self.num_nodes}."
             )
 
     def refuse_unused(self, counts_gpus: bool) -> None:

@@ -150,9 +150,8 @@ def _under(sharding: Sharding, network: Network | None) -> Network | None:
 def _plan_best(request: PlanRequest, network: Network | None, shardings: tuple[Sharding, ...]) -> Plan:
     def make(sharding: Sharding) -> Plan:
         plan = request.under(sharding, _under(sharding, network)).plan()
-        if (
-            sharding is Sharding.SHARD and len(shardings) > 1
-        ):  # If the user asks for "shard", the runtime raises this error.
+        # If the user asks for "shard", the runtime raises this error.
+        if sharding is Sharding.SHARD and len(shardings) > 1:
             _refuse_small_room(request, plan)
         return plan
 

@@ -96,7 +96,7 @@ def plan_overlap(
         overlap = Overlap(choice)
         if obstacles[overlap]:
             raise ValueError(f"overlap_optimizer={choice!r} would not be exact: {'; '.join(obstacles[overlap])}.")
-    by_norm = _clips_by_norm(trainer)
+    by_norm = clips_by_norm(trainer)
     before_step = any(_overrides(trainer, model, _HOOKS_BEFORE_STEP))
     lends = overlap is not Overlap.OFF and _may_lend(trainer, model, optimizers)
     may_pass = lends and _may_pass(model, optimizers)
@@ -129,7 +129,7 @@ def _may_lend(trainer: Trainer, model: LightningModule, optimizers: Sequence[Opt
         return False
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # With several dtypes the norm is computed from all gradients at once, so no chunk could be stepped before.
-    whole = _clips_by_norm(trainer) and len({parameter.dtype for parameter in trained}) > 1
+    whole = clips_by_norm(trainer) and len({parameter.dtype for parameter in trained}) > 1
     stepped_by_chunks = not any(map(has_step_hooks, optimizers)) and all(map(can_be_watched, trained))
     return stepped_by_chunks and not whole and _only_passive_hooks(trainer, model)
 
@@ -181,7 +181,7 @@ def _obstacles(trainer: Trainer, model: LightningModule, optimizers: Sequence[Op
 
 def _obstacles_to_backward(trainer: Trainer, model: LightningModule) -> Iterator[str]:
     """Yield the reasons why an overlap with backward is not exact, each with the setting to change."""
-    if _clips_by_norm(trainer):
+    if clips_by_norm(trainer):
         yield (
             f"gradient_clip_val={trainer.gradient_clip_val} clips by norm, which needs all gradients before the first "
             'step (give "forward" or "auto", or clip by value)'
@@ -195,7 +195,8 @@ def _obstacles_to_backward(trainer: Trainer, model: LightningModule) -> Iterator
         yield f'{what} may look at weights or gradients before the step (give "forward" or "auto")'
 
 
-def _clips_by_norm(trainer: Trainer) -> bool:
+def clips_by_norm(trainer: Trainer) -> bool:
+    """Return True if the gradients of a run are clipped by their total norm."""
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
 
 

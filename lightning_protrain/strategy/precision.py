@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from lightning.pytorch import Trainer
@@ -34,7 +34,7 @@ from lightning_protrain.runtime.optim.step import fused_host_step, on_host_threa
 PrecisionName = Literal["64-true", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
 _MIXED = ("bf16-mixed", "16-mixed")
 _TRUE = ("bf16-true", "16-true")
-_NAMES = ("64-true", "32-true", *_TRUE, *_MIXED)
+_NAMES = get_args(PrecisionName)
 
 # Number of parameters, and of elements of each, in the sample.
 MOST_PARAMETERS, MOST_ELEMENTS = 64, 1024

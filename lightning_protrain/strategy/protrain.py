@@ -55,7 +55,7 @@ from lightning_protrain.strategy.data_parallel import DataParallel
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, step_is_followed_by_forward
 from lightning_protrain.strategy.plan_session import PlanChoice, PlanSession, read_plan_choice
 from lightning_protrain.strategy.precision import LostUpdates, ProTrainPrecision, as_protrain_precision
-from lightning_protrain.strategy.sharded_states import ShardedStates, bytes_on
+from lightning_protrain.strategy.sharded_states import ShardedStates, bytes_on, mark_partially_stepped
 
 _T = TypeVar("_T")
 
@@ -484,7 +484,7 @@ class ProTrainStrategy(ParallelStrategy):
         try:
             runtime.remove()
         finally:
-            self._states.mark(self.lightning_module, runtime)
+            mark_partially_stepped(self.lightning_module, runtime.async_step.partially_stepped)
 
     @contextmanager
     def _noting(self) -> Generator[None]:

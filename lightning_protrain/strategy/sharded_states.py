@@ -283,11 +283,6 @@ class ShardedStates:
             runtime.async_step.finish_all()
             runtime.async_step.refuse_partially_stepped()
 
-    @staticmethod
-    def mark(module: nn.Module | None, runtime: Runtime) -> None:
-        """Mark a module that a run leaves partially stepped, once its plan is taken off."""
-        mark_partially_stepped(module, runtime.async_step.partially_stepped)
-
     def gather(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return the optimizer state, whole on rank 0; None: every rank has all states. Every rank calls it."""
         if self._sync.mesh is None or not self.owners:

@@ -21,7 +21,6 @@ from lightning_protrain.planner.memory import (
     memory_terms,
     minimum_buffer_bytes,
     minimum_chunk_buffers,
-    resident_bytes,
 )
 from lightning_protrain.planner.memory_timeline import LiveChunks, MemoryTimeline, memory_timeline
 from lightning_protrain.planner.packing import chunks_of, pack_chunks, with_residency
@@ -296,14 +295,6 @@ def test_check_fits_refuses_too_little_host_memory() -> None:
 )
 def test_format_bytes(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
-
-
-@given(layouts(), st.floats(0, 12))
-def test_resident_bytes_are_those_of_the_terms_without_gradients(layout: ModelLayout, state_bytes: float) -> None:
-    chunks = [chunk._replace(resident=True) for chunk in pack_chunks(layout)]
-    gradients = sum(chunk.nbytes for chunk in chunks if chunk.trainable)
-    terms = memory_terms(layout, chunks, 0, state_bytes)
-    assert sum(resident_bytes(layout, chunk, state_bytes) for chunk in chunks) == terms.resident_states - gradients
 
 
 KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
