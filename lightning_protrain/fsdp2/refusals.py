@@ -31,8 +31,15 @@ def refuse_precision(plugin: Precision | None) -> None:
         )
 
 
-def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -> None:
-    """Raise ValueError for manual optimization, `sync_batchnorm`, or a callback that needs whole weights."""
+def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool, saves_shards: bool) -> None:
+    """Raise ValueError for manual optimization, `sync_batchnorm`, or a callback that needs whole weights.
+
+    Args:
+        trainer: The Trainer.
+        model: The module.
+        sync_batchnorm: Whether the Trainer was asked for it.
+        saves_shards: Whether each rank saves its shards, which a callback with `needs_whole_checkpoints` cannot write.
+    """
     if not model.automatic_optimization:
         raise ValueError(
             'automatic_optimization=False: strategy="protrain_fsdp2" gathers weights for a whole training_step, but a '
@@ -45,6 +52,11 @@ def refuse_run(trainer: Trainer, model: LightningModule, sync_batchnorm: bool) -
             raise ValueError(
                 f'{type(callback).__name__} needs whole weights, but strategy="protrain_fsdp2" leaves a shard on each '
                 "rank. Remove the callback, and export a checkpoint after the run."
+            )
+        if saves_shards and getattr(callback, "needs_whole_checkpoints", False):
+            raise ValueError(
+                f"{type(callback).__name__} writes whole checkpoints. With save_distributed_checkpoint=True use "
+                "ModelCheckpoint in its place, or leave save_distributed_checkpoint out."
             )
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(

@@ -363,7 +363,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         is_sharded = isinstance(model, FSDPModule)
         names: tuple[str, ...] = ()
         if fitting:
-            refuse_run(trainer, model, self._layer_sync is not None)
+            refuse_run(trainer, model, self._layer_sync is not None, self._save_distributed_checkpoint)
             names = choose_checkpointed(model, options.min_num_params)
         count = num_checkpointed(options, names, model) if fitting else 0
         if count:

@@ -201,9 +201,10 @@ def clips_by_norm(trainer: Trainer) -> bool:
 
 
 def _overrides(trainer: Trainer, model: LightningModule, names: Sequence[str]) -> Iterator[str]:
+    """Yield the hooks of the user; those of this package read no weight and no gradient."""
     for owner in (*trainer.callbacks, model):  # type: ignore[attr-defined]
         for name in names:
-            if _is_overridden(owner, name):
+            if _is_overridden(owner, name) and not _origin(owner, name).startswith("lightning_protrain."):
                 yield f"`{name}` of {type(owner).__name__}"
 
 

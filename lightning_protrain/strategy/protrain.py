@@ -14,6 +14,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator, MPSAccelerator
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -428,6 +429,8 @@ class ProTrainStrategy(ParallelStrategy):
         self._dp.compare(layout, model, (*settings, self.session.choice), self.optimizers)
         request, plan = self.session.agree(described, mesh, shardings, reduce_dtype)
         self._budget = request.budget()
+        if fitting:
+            _refuse_pruning(trainer, plan, self.root_device)
         self._dp.equalise(model, plan, self.root_device)
         place = partial(self._place, model, layout, optimizers or ())
         request, plan = self.session.apply(trainer, request, plan, place)
@@ -730,3 +733,13 @@ class ProTrainStrategy(ParallelStrategy):
         for name, arguments in names.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description="Chunks streamed from host memory", **arguments)
+
+
+def _refuse_pruning(trainer: Trainer, plan: Plan, device: torch.device) -> None:
+    """Raise ValueError if weights that are streamed to a GPU would be pruned, which needs them there at any time."""
+    pruning = any(isinstance(callback, ModelPruning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if pruning and device.type != "cpu" and not all(chunk.resident for chunk in plan.chunks):
+        raise ValueError(
+            'ModelPruning cannot prune weights that are streamed to a GPU. Give plan="resident", or prune the model '
+            "after training."
+        )

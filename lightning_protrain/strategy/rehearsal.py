@@ -94,7 +94,7 @@ class Rehearsal:
         knows = profile is not None and request.searches()
         if knows and self._is_measured:
             self._uncorrected = request
-        mine = RehearsalCache.read(self._folder, machine, request) if knows else None
+        mine = RehearsalCache.read(self._folder, machine, request).if_feasible(request) if knows else None
         self._cache = RankStore.current().broadcast(mine, "Reading earlier measurements")
         return request if self._cache is None else self._cache.applied_to(request)
 
@@ -151,7 +151,9 @@ class Rehearsal:
     def remember_short(self, error: torch.OutOfMemoryError, plan: Plan, device: Device) -> None:
         """Store a budget that would have been enough, for the next run of this configuration."""
         if self._cache is not None and plan.prediction is not None:
-            self._cache.keep(most_device_bytes=_lowered(plan.prediction.budget, peak_of(device), error))
+            less = _lowered(plan.prediction.budget, peak_of(device), error)
+            if less is not None:
+                self._cache.keep(most_device_bytes=less)
 
     def forget(self) -> None:
         """Remove the measured rates, the fragmentation factor and the plan from the file of this configuration."""
@@ -218,7 +220,7 @@ def _try(trial: Callable[[], Rehearsed], request: PlanRequest, device: Device, m
         assert budget is not None
         if not may_shrink:
             raise
-        return _Short(_lowered(budget, peak_of(device), error))
+        return _Short(_lowered(budget, peak_of(device), error) or 1)
     finally:  # The peak has been read by now.
         device.forget_counters()
 
@@ -291,11 +293,12 @@ def _better(request: PlanRequest, plan: Plan, now: Prediction) -> Plan | None:
     return None if fits and other.prediction.step_seconds > WORTH_CHANGING * now.step_seconds else other
 
 
-def _lowered(budget: int, held: int | None, error: torch.OutOfMemoryError) -> int:
-    """Return a budget reduced by the missing bytes."""
+def _lowered(budget: int, held: int | None, error: torch.OutOfMemoryError) -> int | None:
+    """Return a budget reduced by the missing bytes; None if nothing would be left."""
     asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]iB)", str(error))
     short = parse_bytes(asked[1]) if asked else int(UNKNOWN_SHORT * budget)
-    return max(min(budget, held or budget) - short, 1)
+    less = min(budget, held or budget) - short
+    return less if less > 0 else None
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError, plan: Plan, device: Device, shapes: Collection[Shape]) -> str:
@@ -314,10 +317,11 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, plan: Plan, device: Dev
     known = ((prediction.samples, "sample"), (prediction.tokens, "token"))
     made = " and ".join(plural(number, name) for number, name in known if number) or "unknown size"
     these = " and ".join(str(list(shape)) for shape in list(dict.fromkeys(shapes))[:MOST_SHAPES])
+    less = _lowered(prediction.budget, held, error)
+    lower = "Give" if less is None else f"Set device_memory to {format_bytes(less)}, or give"
     return (
         f"{peak}, {format_bytes(prediction.device_bytes)} were predicted for a micro-batch of {made}; this one has "
-        f"tensors of {these}. Set device_memory to {format_bytes(_lowered(prediction.budget, held, error))}, or give "
-        "the data module a method `largest_batch` to plan with, or smaller batches."
+        f"tensors of {these}. {lower} the data module a method `largest_batch` to plan with, or smaller batches."
     )
 
 

@@ -97,6 +97,16 @@ class RehearsalCache:
                 stacklevel=2,
             )
 
+    def if_feasible(self, request: PlanRequest) -> Self:
+        """Return the measurements, without the maximum device memory if no plan fits it.
+
+        A run fails with a batch that is larger than others, too, and those may train with any plan.
+        """
+        if self.most_device_bytes is None:
+            return self
+        limited = replace(request, node=replace(request.node, most_device_bytes=self.most_device_bytes))
+        return self if limited.can_fit() else replace(self, most_device_bytes=None)
+
     def applied_to(self, request: PlanRequest) -> PlanRequest:
         """Return the request with the stored measurements; every rank calls it."""
         node, workload, hardware = request.node, request.workload, self.hardware

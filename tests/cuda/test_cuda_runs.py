@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.profile import profile_model
 from lightning_protrain.runtime.shadow import InPlaceGrad
 from lightning_protrain.strategy.protrain import ProTrainStrategy
-from tests.cuda.marks import CUDA, needs_real_gpu
+from tests.cuda.marks import CUDA, needs_gpu, needs_real_gpu
 from tests.runtime.swapped import SLAB
 from tests.support.gpus import DEVICE, STAND_IN
 from tests.support.machines import CPU
@@ -373,3 +373,17 @@ def test_transfers_are_hidden_behind_long_computation(precision: Any) -> None:
     assert strategy.counters.prefetch_hits > strategy.counters.prefetch_misses
     assert probe.share is not None
     assert probe.share > 0.8
+
+
+@needs_gpu
+def test_pruning_needs_resident_weights() -> None:
+    def pruned(strategy: ProTrainStrategy | None) -> L.LightningModule:
+        module = make()
+        options = {"amount": 0.3, "use_lottery_ticket_hypothesis": False}
+        train(module, strategy, callbacks=[ModelPruning("l1_unstructured", **options)])
+        return module
+
+    with pytest.raises(ValueError, match="ModelPruning cannot prune weights that are streamed to a GPU"):
+        pruned(ProTrainStrategy(plan="offload"))
+    expected, found = pruned(None), pruned(ProTrainStrategy(plan="resident"))
+    assert_weights_equal(expected, found)

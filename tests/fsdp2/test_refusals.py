@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional as F
 
-from lightning_protrain import SplitAdamW
+from lightning_protrain import ProTrainCheckpoint, SplitAdamW
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.fsdp2.refusals import fuse_host_steps, refuse_optimizers
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
@@ -110,6 +110,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
     "EMAWeightAveraging keeps": (variants()["val"], {}, {"callbacks": [EMAWeightAveraging()]}),
     "sync_batchnorm=True is not supported": (variants()["val"], {}, {"sync_batchnorm": True}),
     "SavePretrained needs whole weights": (variants()["val"], {}, {"callbacks": [SavePretrained("never")]}),
+    "ProTrainCheckpoint writes whole checkpoints": (
+        variants()["val"],
+        {"save_distributed_checkpoint": True},
+        {"callbacks": [ProTrainCheckpoint("never")], "enable_checkpointing": True},
+    ),
     "ParityModule has no nn.ModuleList": (lambda: ParityModule(Uneven()), {}, {}),
     "has no repeated list of blocks": (Flat, {"policy": "none", "activation_checkpointing": True}, {}),
     "'network.part.factor' has no dimension": (lambda: with_part(Scalar()), {}, {}),

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from lightning_protrain import ProTrainStrategy
+from lightning_protrain import ProTrainCheckpoint, ProTrainStrategy
 from lightning_protrain.runtime.access_guard import AccessGuard
 from lightning_protrain.runtime.optim.async_step import AsyncStep, Overlap
 from lightning_protrain.strategy.overlap import OverlapPlan, plan_overlap
@@ -56,7 +56,7 @@ def a_callback(*names: str) -> L.Callback:
 def choose(
     choice: str = "auto", module: L.LightningModule | None = None, device_type: str = "cuda", **options: Any
 ) -> OverlapPlan:
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=False, **options)
+    trainer = L.Trainer(accelerator="cpu", logger=False, barebones=False, **options)
     module = module or hooked()
     return plan_overlap(choice, trainer, module, [module.made], device_type)
 
@@ -83,6 +83,7 @@ CHOICES: list[tuple[str, dict[str, Any], Overlap]] = [
     ("no clipping", {"gradient_clip_val": 0.0}, Overlap.BACKWARD),
     ("anomalies are detected", {"detect_anomaly": True}, Overlap.FORWARD),
     ("passive callbacks", {"callbacks": [EarlyStopping("loss"), Timer(), LearningRateMonitor()]}, Overlap.BACKWARD),
+    ("a checkpoint callback of the package", {"callbacks": [ProTrainCheckpoint("never")]}, Overlap.BACKWARD),
     ("a callback before the step", {"callbacks": [a_callback("on_before_optimizer_step")]}, Overlap.FORWARD),
     ("a callback after backward", {"callbacks": [a_callback("on_after_backward")]}, Overlap.FORWARD),
     ("a callback after the step", {"callbacks": [a_callback("on_train_batch_end")]}, Overlap.BACKWARD),
@@ -124,6 +125,7 @@ PASSES: list[tuple[str, dict[str, Any], tuple[bool, bool]]] = [
     ("nothing in the way", {}, (True, False)),
     ("clipping by value", VALUE, (True, False)),
     ("clipping by norm", NORM, (False, True)),
+    ("norms and a checkpoint callback", {**NORM, "callbacks": [ProTrainCheckpoint("never")]}, (False, True)),
     ("norms and a callback", {**NORM, "callbacks": [a_callback("on_after_backward")]}, (False, False)),
     ("forward asked for", {"choice": "forward", **NORM}, (False, False)),
     ("several micro-batches", {"accumulate_grad_batches": 2, **NORM}, (False, False)),

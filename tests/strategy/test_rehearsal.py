@@ -454,6 +454,31 @@ def test_a_training_that_runs_out_of_memory_says_what_to_set(monkeypatch: pytest
     assert f"({budget - 2048} bytes)" in note
 
 
+@pytest.mark.parametrize("missing", ["400.00 GiB", "2.00 KiB below the smallest plan"])
+def test_a_batch_that_no_plan_can_hold_does_not_end_later_runs(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_step, weights = Runtime.run_step, sum(weight.nbytes for weight in MODELS["tied"]().parameters())
+    kibibytes = (4 * weights >> 10) - 2  # A budget of about 2 KiB is left, which no plan fits.
+    size = missing if missing.endswith("GiB") else f"{kibibytes}.00 KiB"
+
+    def fails(runtime: Runtime, *args: Any, **kwargs: Any) -> Any:
+        if RAN:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}. GPU 0 has")
+        return run_step(runtime, *args, **kwargs)
+
+    RAN.clear()
+    begun = L.Callback()
+    begun.on_train_batch_start = lambda *_: RAN.append("in training")  # type: ignore[method-assign]
+    monkeypatch.setattr(rehearsal, "WORTH_CHANGING", 0.0)
+    monkeypatch.setattr(Runtime, "run_step", fails)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trained(MODELS["tied"](), True, 4, callbacks=[begun])
+    (note,) = raised.value.__notes__
+    assert ("Set device_memory to" in note) is not missing.endswith("GiB")
+    assert note.endswith("the data module a method `largest_batch` to plan with, or smaller batches.")
+    RAN.clear()
+    assert trained(MODELS["tied"](), True, 4)[0].strategy.budget == 4 * weights
+
+
 # --- what the next run knows ------------------------------------------------------------------------------------------
 
 
@@ -550,7 +575,7 @@ def test_a_run_that_ran_out_of_memory_lowers_the_budget_of_the_next(
     assert trainer.strategy.budget == budget - 2048
     (line,) = lines(caplog, "an earlier run of this configuration ran out of memory. Delete")
     assert line.startswith(f"device_memory is {format_bytes(budget - 2048)} in place of {format_bytes(budget)}")
-    # A budget that is lower still counts.
+    # A budget that is lower still counts, and one that excludes every plan does not.
     assert trained(MODELS["tied"](), True, 3.5)[0].strategy.budget == int(3.5 * budget / 4)
 
 

@@ -93,6 +93,8 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         ValueError: If a name or number is not allowed.
     """
 
+    needs_whole_checkpoints = True
+
     def __init__(
         self,
         *args: Any,
