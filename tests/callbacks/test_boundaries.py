@@ -95,13 +95,15 @@ def test_the_folder_is_the_same_as_without(tmp_path: Path, options: dict[str, An
     assert {Path(path).name for path in one.best_k_models} == {Path(path).name for path in other.best_k_models}
 
 
-@pytest.mark.parametrize("plan", [None, "offload"])
-def test_what_is_written_behind_is_what_there_was_at_the_step(tmp_path: Path, plan: str | None) -> None:
+@pytest.mark.parametrize("overlap", [None, "off", "backward", "forward"])
+def test_what_is_written_behind_is_what_there_was_at_the_step(tmp_path: Path, overlap: Any) -> None:
     for asynchronous in (True, False):
         L.seed_everything(1, verbose=False)
         saver = ProTrainCheckpoint(tmp_path / str(asynchronous), every_n_train_steps=3, asynchronous=asynchronous)
         saver.save_top_k = -1
-        strategy = "auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear])
+        strategy: Any = "auto"
+        if overlap is not None:
+            strategy = ProTrainStrategy(plan="offload", blocks=[nn.Linear], overlap_optimizer=overlap)
         trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, callbacks=[saver], **SILENT)
         trainer.fit(Noisy(), datamodule=Data())
     behind, at_once = (find_checkpoints(tmp_path / name).found for name in ("True", "False"))

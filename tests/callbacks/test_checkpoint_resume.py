@@ -11,6 +11,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,11 @@ def _run(
     path: Path | str | None = None,
     every: int = 1,
     saves: dict[str, Any] | None = None,
+    overlap: Any = "auto",
     **options: Any,
 ) -> tuple[Noisy, dict[str, Any]]:
     """Trains to the end, saves every step or every so many; what the end of it is, as Lightning saves it."""
+    streamed = partial(ProTrainStrategy, blocks=[nn.Linear], overlap_optimizer=overlap)
     module = Noisy()
     seed = 1 if path is None else 12345
     saver = ProTrainCheckpoint(folder, **(saves or {"every_n_train_steps": every}), save_top_k=-1)
@@ -53,7 +56,7 @@ def _run(
         devices=1,
         accumulate_grad_batches=accumulate,
         callbacks=[saver],
-        strategy="auto" if plan is None else ProTrainStrategy(plan=plan, blocks=[nn.Linear]),
+        strategy="auto" if plan is None else streamed(plan=plan),
         **SILENT,
         **{"max_epochs": EPOCHS, **options},
     )
@@ -66,18 +69,25 @@ def _run(
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "steps", "plan"),
-    [(1, 20, None), (4, 6, "offload"), pytest.param(1, 20, "offload", marks=pytest.mark.slow)],
+    ("accumulate", "steps", "plan", "overlap"),
+    [
+        (1, 20, None, "auto"),
+        (4, 6, "offload", "auto"),
+        (4, 6, "offload", "backward"),
+        pytest.param(1, 20, "offload", "auto", marks=pytest.mark.slow),
+        pytest.param(1, 20, "offload", "backward", marks=pytest.mark.slow),
+        pytest.param(1, 20, "offload", "forward", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_resumed_from_every_step_of_two_epochs_ends_with_the_same_bits(
-    tmp_path: Path, accumulate: int, steps: int, plan: str | None
+    tmp_path: Path, accumulate: int, steps: int, plan: str | None, overlap: str
 ) -> None:
-    module, expected = _run(tmp_path / "whole", accumulate, plan)
+    module, expected = _run(tmp_path / "whole", accumulate, plan, overlap=overlap)
     found = find_checkpoints(tmp_path / "whole").found
     assert [each.manifest.step for each in found] == list(range(steps, 0, -1))
     for each in found[1:]:
         step = each.manifest.step
-        resumed, last = _run(tmp_path / str(step), accumulate, plan, each.path, every=steps)
+        resumed, last = _run(tmp_path / str(step), accumulate, plan, each.path, every=steps, overlap=overlap)
         assert resumed.losses == module.losses[-len(resumed.losses) :], step
         # Everything that Lightning and we save: weights, moments, schedules, counters, random numbers, position.
         assert _unexplained(last, expected) == [], step
@@ -218,7 +228,9 @@ def train(life: Life, root: Path, final: Path, asynchronous: bool, streams: bool
     tells = Tells(life)
     io.save_payload = tells.watch(io.save_payload)  # type: ignore[assignment]
     saver = ProTrainCheckpoint(root, monitor="val_loss", save_top_k=2, every_n_train_steps=3, asynchronous=asynchronous)
-    strategy: Any = ProTrainStrategy(plan="offload", monitor=False) if streams else "auto"
+    strategy: Any = "auto"
+    if streams:
+        strategy = ProTrainStrategy(plan="offload", overlap_optimizer="backward", monitor=False)
     module = born()
     trainer_of([tells, saver], strategy=strategy).fit(module, datamodule=Both(), ckpt_path="last")
     torch.save({"weights": module.state_dict(), "best": float(saver.best_model_score or 0)}, final)

@@ -23,6 +23,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
@@ -30,6 +31,7 @@ from lightning_protrain.callbacks.checkpoint.preemption import EXIT_CODE, Preemp
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import verify
+from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.noisy_runs import BATCHES, Batches, Data, Noisy
 from tests.support.ranks import LIMIT, Outcome, run_ranks, trainer_on_rank, values
 from tests.support.signalled_runs import PREEMPTED, Both, Signals, Validated
@@ -58,6 +60,7 @@ def _fit(
     accumulate: int = 1,
     sent: Signals | None = None,
     max_steps: int = -1,
+    streams: bool = False,
     **options: Any,
 ) -> list[Any]:
     module = Validated()
@@ -76,7 +79,15 @@ def _fit(
         "enable_checkpointing": True,
         "use_distributed_sampler": False,
     }
-    trainer = trainer_on_rank(rank, world, **given) if world > 1 else L.Trainer(accelerator="cpu", **SILENT, **given)
+    if streams:
+        given["kind"] = functools.partial(
+            ProTrainStrategy, plan="offload", blocks=[nn.Linear], overlap_optimizer="backward", monitor=False
+        )
+    trainer = (
+        trainer_on_rank(rank, world, **given)
+        if world > 1 or streams
+        else L.Trainer(accelerator="cpu", **SILENT, **given)
+    )
     trainer.fit(module, datamodule=Both(), ckpt_path=path)
     # The process ends right here: nothing that shares memory may be handed out.
     weights = [value.flatten().tolist() for value in module.state_dict().values()]
@@ -102,21 +113,23 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """Return the results of runs that are not interrupted."""
 
     @functools.cache
-    def run(world: int, accumulate: int = 1) -> list[Any]:
+    def run(world: int, accumulate: int = 1, streams: bool = False) -> list[Any]:
         folder = tmp_path_factory.mktemp("whole")
-        return values(_ranks(world, folder / "ranks", folder / "root", None, accumulate))
+        return values(_ranks(world, folder / "ranks", folder / "root", None, accumulate, streams=streams))
 
     return run
 
 
-def _assert_goes_on(whole: Whole, world: int, folder: Path, root: Path, step: int, accumulate: int = 1) -> None:
+def _assert_goes_on(
+    whole: Whole, world: int, folder: Path, root: Path, step: int, accumulate: int = 1, streams: bool = False
+) -> None:
     """The run in `root` was preempted at a step, and ends with the bits of one that was not."""
     found = find_checkpoints(root).found
     assert found[0].manifest.step == step
     assert all(verify(each.path) == [] for each in found)
     assert not [name for name in os.listdir(root) if name.startswith(".")]
-    resumed = values(_ranks(world, folder / "resumed", root, "last", accumulate))
-    for one, other in zip(whole(world, accumulate), resumed, strict=True):
+    resumed = values(_ranks(world, folder / "resumed", root, "last", accumulate, streams=streams))
+    for one, other in zip(whole(world, accumulate, streams), resumed, strict=True):
         done = len(one[0]) - len(other[0])
         assert 0 < done < 2 * BATCHES
         assert other == [one[0][done:], one[1], one[2]]
@@ -145,6 +158,15 @@ def test_one_rank_is_saved_at_the_next_end_of_a_step(
     (outcome,) = _ranks(1, tmp_path / "first", root, None, accumulate, sent=sent)
     assert outcome.error == PREEMPTED
     _assert_goes_on(whole, 1, tmp_path, root, step, accumulate)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("place", ["start", "step"])
+def test_a_run_whose_host_steps_behind_backward_is_saved(tmp_path: Path, whole: Whole, world: int, place: str) -> None:
+    root = tmp_path / "root"
+    outcomes = _ranks(world, tmp_path / "first", root, sent={world - 1: Signals(place, 6)}, streams=True)
+    assert [outcome.error for outcome in outcomes] == [PREEMPTED] * world
+    _assert_goes_on(whole, world, tmp_path, root, 6, streams=True)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])

@@ -299,13 +299,11 @@ def _attention() -> None:
     real = F.scaled_dot_product_attention
 
     @functools.wraps(real)
-    def attention(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **options: Any
-    ) -> Any:
+    def attention(query: Any, key: Any, value: Any, *given: Any, **options: Any) -> Any:
         if type(query) is not torch.Tensor or not query.is_cuda:
-            return real(query, key, value, attn_mask, dropout_p, **options)
-        formula = torch.ops.aten._scaled_dot_product_attention_math
-        return formula(query, key, value, attn_mask, dropout_p, **options)[0]
+            return real(query, key, value, *given, **options)
+        options |= dict(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False))
+        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, **options)[0]
 
     F.scaled_dot_product_attention = attention
     torch._C._nn.scaled_dot_product_attention = attention
