@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from lightning_protrain import ProTrainCheckpoint, SplitAdamW
 from lightning_protrain.callbacks.save_pretrained import SavePretrained
-from lightning_protrain.fsdp2.refusals import fuse_host_steps, refuse_optimizers
+from lightning_protrain.fsdp2.refusals import fuse_host_steps, refuse_optimizers, refuse_run
 from lightning_protrain.fsdp2.strategy import ProTrainFSDP2Strategy
 from tests.support.fsdp2 import RANKS, SMALL, Flat, Uneven, train
 from tests.support.models import HIDDEN, VOCABULARY, ParityModule, variants, zoo
@@ -110,11 +110,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
     "EMAWeightAveraging keeps": (variants()["val"], {}, {"callbacks": [EMAWeightAveraging()]}),
     "sync_batchnorm=True is not supported": (variants()["val"], {}, {"sync_batchnorm": True}),
     "SavePretrained needs whole weights": (variants()["val"], {}, {"callbacks": [SavePretrained("never")]}),
-    "ProTrainCheckpoint writes whole checkpoints": (
-        variants()["val"],
-        {"save_distributed_checkpoint": True},
-        {"callbacks": [ProTrainCheckpoint("never")], "enable_checkpointing": True},
-    ),
     "ParityModule has no nn.ModuleList": (lambda: ParityModule(Uneven()), {}, {}),
     "has no repeated list of blocks": (Flat, {"policy": "none", "activation_checkpointing": True}, {}),
     "'network.part.factor' has no dimension": (lambda: with_part(Scalar()), {}, {}),
@@ -140,6 +135,13 @@ def test_what_cannot_be_sharded_is_refused_before_it_is(tmp_path: Path) -> None:
         for message, (text, sharded) in found.items():
             assert message in text
             assert not sharded
+
+
+def test_a_callback_that_writes_whole_checkpoints_is_refused_if_shards_are_saved(tmp_path: Path) -> None:
+    trainer = L.Trainer(accelerator="cpu", callbacks=[ProTrainCheckpoint(tmp_path)], logger=False)
+    refuse_run(trainer, variants()["val"](), sync_batchnorm=False, saves_shards=False)
+    with pytest.raises(ValueError, match="ProTrainCheckpoint writes whole checkpoints"):
+        refuse_run(trainer, variants()["val"](), sync_batchnorm=False, saves_shards=True)
 
 
 class Derived(bnb.optim.AdamW8bit):
