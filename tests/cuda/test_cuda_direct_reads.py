@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_protrain import CausalLMModule
+from lightning_protrain.device.device import StreamDevice
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.cuda.marks import CUDA
-from tests.support.gpus import DEVICE
+from tests.support.gpus import DEVICE, STAND_IN
 from tests.support.models import HIDDEN, QUIET, VOCABULARY, Mlp, ParityModule, ValidationModule, fit
 
 pytestmark = CUDA
@@ -113,6 +114,13 @@ def test_writes_go_to_the_host() -> None:
     found = trained(written, strategy=ProTrainStrategy(plan="offload"))
     assert found.network.positions.weight[:4, 0].tolist() == [5.0, 6.0, 7.0, 8.0]
     torch.testing.assert_close(found.network.positions.weight, plain.network.positions.weight.cpu())
+
+
+@pytest.mark.skipif(not STAND_IN, reason="a GPU checks no order")
+def test_writes_wait_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamDevice, "settle", lambda device: None)
+    with pytest.raises(RuntimeError, match="Race: the host writes"):
+        trained(written, strategy=ProTrainStrategy(plan="offload"))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="on the CPU a part is a part of the weight")

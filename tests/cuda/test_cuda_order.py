@@ -14,7 +14,6 @@ from lightning_protrain.device.device import CUDADevice, StreamDevice
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.cuda.marks import CUDA
-from tests.cuda.test_cuda_direct_reads import trained, written
 from tests.runtime.swapped import SLAB
 from tests.support.gpus import DEVICE, STAND_IN
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit
@@ -157,12 +156,6 @@ FAULTS = {
     "a swap-out does not wait for the compute stream": (without_waits("_out"), swapping),
     "a swap-in does not wait for the compute stream": (without_waits("_in"), swapping),
 }
-
-
-def test_a_write_outside_its_module_waits_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
-    without("settle")(monkeypatch)
-    with pytest.raises(RuntimeError, match="Race: the host writes"):
-        trained(written, strategy=ProTrainStrategy(plan="offload"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
