@@ -116,6 +116,7 @@ def test_writes_go_to_the_host() -> None:
     torch.testing.assert_close(found.network.positions.weight, plain.network.positions.weight.cpu())
 
 
+@pytest.mark.usefixtures("plants_races")
 @pytest.mark.skipif(not STAND_IN, reason="a GPU checks no order")
 def test_writes_wait_for_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamDevice, "settle", lambda device: None)

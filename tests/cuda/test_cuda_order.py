@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +20,6 @@ from tests.support.models import LanguageModel, Mlp, ParityModule, fit
 from tests.support.plans import place
 
 pytestmark = [CUDA, pytest.mark.skipif(not STAND_IN, reason="a GPU checks no order")]
-
-
-@pytest.fixture(autouse=True)
-def _no_race_of_another_test() -> Iterator[None]:
-    """What is freed too early is found at the next access."""
-    yield
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize()
-        torch.zeros(1, device="cuda")
 
 
 # --- the check --------------------------------------------------------------------------------------------------------
@@ -98,6 +89,7 @@ PROGRAMS = [read_before_write, write_before_read, free_before_read, resize_befor
 PROGRAMS += [host_reads_before_download, host_writes_before_upload]
 
 
+@pytest.mark.usefixtures("plants_races")
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_race_is_found_that_no_fence_prevents(program: Callable[[Two, bool], None], waits: bool) -> None:
@@ -158,6 +150,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.usefixtures("plants_races")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fence_of_the_device_is_needed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, plan = FAULTS[fault]
