@@ -30,10 +30,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.systems import PLAIN, SYSTEMS
+from benchmarks.systems import LEARNING_RATE, PLAIN, SYSTEMS
 from benchmarks.transfers import DeviceTrace
 from lightning_protrain.config import parse_bytes
 from lightning_protrain.device.device import open_device
+from lightning_protrain.models.lora import base_of
+from lightning_protrain.models.loss import chunked_cross_entropy
+from lightning_protrain.models.optimizer import choose_optimizer
 from lightning_protrain.planner.memory_timeline import measured_alpha
 from lightning_protrain.profiler.hardware import profile_hardware
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -71,7 +74,11 @@ class Case:
         clip: Maximum norm of the gradients; None does not clip.
         lora: True trains only adapters.
         four_bits: True quantises the blocks' weights to four bits.
+        intermediate: Size of the feed-forward layers; None: 27/8 of the hidden size.
         key_value_heads: Number of heads of keys and values; None: as many as of queries.
+        optimizer: As in `CausalLMModule`; None: AdamW.
+        loss_chunk_tokens: Tokens whose logits exist at the same time; None: all.
+        accumulate: Micro-batches of a step.
         checkpointed: True checkpoints all blocks in systems without a plan.
         steps: Number of timed steps.
     """
@@ -88,9 +95,18 @@ class Case:
     clip: float | None = None
     lora: bool = False
     four_bits: bool = False
+    intermediate: int | None = None
     key_value_heads: int | None = None
+    optimizer: str | Mapping[str, Any] | None = None
+    loss_chunk_tokens: int | None = None
+    accumulate: int = 1
     checkpointed: bool = False
     steps: int = 4
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a step."""
+        return self.accumulate * self.batch * self.sequence
 
     def of(self, system: str) -> Case:
         """Return the case for another system: it checkpoints all blocks, and no plan limits its memory."""
@@ -101,7 +117,11 @@ class Case:
         memory = "4MiB"
         options = dict(self.options) | ({"device_memory": memory} if "device_memory" in self.options else {})
         sizes = {"hidden": 128, "layers": 4, "batch": 2, "sequence": 32, "vocabulary": 256, "steps": 1}
-        return replace(self, **sizes, memory=memory if self.memory else None, options=options)
+        several = {"accumulate": min(self.accumulate, 2), "intermediate": self.intermediate and 384}
+        heads = self.key_value_heads and 1
+        return replace(
+            self, **sizes, **several, key_value_heads=heads, memory=memory if self.memory else None, options=options
+        )
 
 
 # A budget is the plan's alone, so that a peak above the prediction is seen. "capped" also limits the allocator.
@@ -109,6 +129,32 @@ _3B = Case(options={"device_memory": "22GiB"})
 _8B = Case(hidden=4096, batch=4, lora=True, precision="bf16-true", options={"device_memory": "12GiB"})
 _8B_4BIT = replace(_8B, batch=2, precision="bf16-mixed", four_bits=True, options={"device_memory": "6GiB"})
 _1B = Case(hidden=2048, layers=16, batch=4, memory="10GiB", options={"device_memory": "10GiB"}, steps=2)
+# Qwen2.5-7B as LLMQ trains it: weights and moments in bfloat16, on a card of 80 GB.
+_7B = Case(
+    hidden=3584,
+    layers=28,
+    intermediate=18_944,
+    key_value_heads=4,
+    vocabulary=152_064,
+    batch=4,
+    sequence=1024,
+    accumulate=8,
+    loss_chunk_tokens=1024,
+    precision="bf16-true",
+    steps=3,
+    optimizer={"class_path": "split_adamw_bf16", "init_args": {"masters": False}},
+    options={"device_memory": "78GiB"},
+)
+# Llama 3.1 8B as in configs/full-8b-24gb.yaml, and a long text.
+_LLAMA = Case(
+    hidden=4096,
+    intermediate=14_336,
+    key_value_heads=8,
+    vocabulary=128_256,
+    loss_chunk_tokens=1024,
+    precision="bf16-true",
+    steps=1,
+)
 _SMALL = Case(hidden=1536, layers=16, batch=4, steps=8)
 CASES: dict[str, Case] = {
     "3b auto": _3B,
@@ -129,6 +175,15 @@ CASES: dict[str, Case] = {
     "memory: swap": replace(
         _1B, memory=None, options={"device_memory": "10GiB", "num_swap_blocks": 2, "num_checkpoint_blocks": 2}
     ),
+    "7b whole": _7B,
+    # A step of it takes half a minute, so it is not rehearsed.
+    "8b masters": replace(
+        _LLAMA,
+        optimizer="split_adamw_8bit",
+        clip=1.0,
+        options={"device_memory": "22GiB", "host_memory": "56GiB", "rehearse": False},
+    ),
+    "8b long": replace(_LLAMA, lora=True, batch=1, sequence=49_152, options={"device_memory": "22GiB"}),
     "resident": replace(_SMALL, options={"plan": "resident"}),
     "resident plain": replace(_SMALL, system=PLAIN),
 }
@@ -142,7 +197,7 @@ def build(case: Case, device: str) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=case.vocabulary,
         hidden_size=case.hidden,
-        intermediate_size=case.hidden * 27 // 8 // 16 * 16,
+        intermediate_size=case.intermediate or case.hidden * 27 // 8 // 16 * 16,
         num_hidden_layers=case.layers,
         num_attention_heads=max(case.hidden // 128, 1),
         num_key_value_heads=case.key_value_heads,
@@ -196,7 +251,7 @@ class Llama(L.LightningModule):
 
     def __init__(self, case: Case, device: str) -> None:
         super().__init__()
-        self._system = SYSTEMS.get(case.system, SYSTEMS[PLAIN])
+        self._case, self._system = case, SYSTEMS.get(case.system, SYSTEMS[PLAIN])
         self._is_sharded = False
         self.model = build(case, device)
         self.seen: Measured | None = None  # From the begin of training on.
@@ -205,10 +260,19 @@ class Llama(L.LightningModule):
         """Return the loss of tokens (B, S)."""
         if self.seen is not None:
             self.seen.begin_step()
-        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        loss = self._loss(batch[0])
         if self.seen is not None:
             self.seen.losses.append(loss.detach())
         return loss
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        if self._case.loss_chunk_tokens is None:
+            found: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+            return found
+        base = base_of(self.model)
+        hidden = base.base_model(input_ids=tokens)[0]
+        total, count = chunked_cross_entropy(hidden, base.get_output_embeddings(), tokens, self._case.loss_chunk_tokens)
+        return total / count
 
     def configure_model(self) -> None:
         if self._system.shard is not None and not self._is_sharded:
@@ -216,7 +280,10 @@ class Llama(L.LightningModule):
             self._is_sharded = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self._system.optimizer(weight for weight in self.parameters() if weight.requires_grad)
+        trained = [(name, weight) for name, weight in self.named_parameters() if weight.requires_grad]
+        if self._case.optimizer is not None:
+            return choose_optimizer(self._case.optimizer).make(trained, LEARNING_RATE, 0.0, (0.9, 0.95))
+        return self._system.optimizer(weight for _, weight in trained)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -225,7 +292,7 @@ class Llama(L.LightningModule):
 class Measured(L.Callback):
     """A callback that times steps, and reads the counters of the allocator and the strategy.
 
-    With `finish`, it also traces two more steps, if the strategy trains on a GPU.
+    With `finish`, it also traces two more steps, if the strategy trains on a GPU and the case times several steps.
 
     `training_step` calls it: hooks of callbacks between two steps would keep gradients out of the memory of copies.
 
@@ -242,6 +309,7 @@ class Measured(L.Callback):
     def __init__(self, case: Case, device: str, finish: Finish | None = None) -> None:
         self._case, self._device, self._finish = case, device, finish
         self._begins: list[float] = []
+        self._micro_batches = 0
         self.losses: list[Tensor] = []
         self._result: dict[str, Any] = {}
         self._trace = DeviceTrace() if self._traces() else None
@@ -253,7 +321,8 @@ class Measured(L.Callback):
         return WARM_UP + self._case.steps + (TRACED if self._trace is not None else 0)
 
     def _traces(self) -> bool:
-        return self._finish is not None and self._device == "cuda" and self._case.system == "protrain"
+        several = self._case.steps > 1
+        return self._finish is not None and self._device == "cuda" and self._case.system == "protrain" and several
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pl_module.seen = self  # type: ignore[assignment]
@@ -279,7 +348,10 @@ class Measured(L.Callback):
         print(json.dumps({"before the first step": self._result}), flush=True)
 
     def begin_step(self) -> None:
-        """Note the time, once the device has ended the step before."""
+        """Note the time, once the device has ended the step before, at the first micro-batch of a step."""
+        self._micro_batches += 1
+        if (self._micro_batches - 1) % self._case.accumulate:
+            return
         if self._device == "cuda":
             torch.cuda.synchronize()
             if len(self._begins) == WARM_UP:
@@ -300,7 +372,7 @@ class Measured(L.Callback):
         self._result["measured"] |= {
             "step_seconds": statistics.median(timed),
             "all_step_seconds": seconds,
-            "tokens_per_second": self._case.batch * self._case.sequence / statistics.median(timed),
+            "tokens_per_second": self._case.tokens / statistics.median(timed),
             "losses": [float(loss) for loss in self.losses],
         }
         if self._trace is not None:
@@ -352,13 +424,14 @@ def train(device: str, case: Case, finish: Finish | None = None) -> dict[str, An
         strategy: Any = ProTrainStrategy(monitor=False, **case.options)
     else:
         strategy = SYSTEMS[case.system].strategy(device)
-    tokens = torch.randint(case.vocabulary, (seen.num_steps * case.batch, case.sequence))
+    tokens = torch.randint(case.vocabulary, (seen.num_steps * case.accumulate * case.batch, case.sequence))
     trainer = L.Trainer(
         strategy=strategy,
         accelerator=device,
         devices=1,
         precision=case.precision,  # type: ignore[arg-type]
         gradient_clip_val=case.clip,
+        accumulate_grad_batches=case.accumulate,
         max_steps=seen.num_steps,
         max_epochs=-1,
         callbacks=[seen],
