@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from lightning_protrain.runtime.optim.host_step import (
     ParamUpdate,
     hyperparameters,
 )
+from lightning_protrain.runtime.optim.threads import MOST_THREADS, StepThreads
 
 # The scalar loop of a kernel must have something to differ in: sizes around vectors, cache lines and tiles.
 SIZES = [0, 1, 7, LINE - 1, LINE, LINE + 1, 3 * LINE + 5, 10 * LINE, 1000, 4099]
@@ -329,12 +331,26 @@ def test_groups_of_a_chunk_step_as_each_of_them_says(host: HostStep) -> None:
     assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-def test_threads_step_as_one_and_end_when_they_are_closed() -> None:
+@pytest.mark.parametrize("cores", range(1, 130, 3))
+def test_threads_compute_on_no_more_cores_than_there_are(cores: int) -> None:
+    """More would delay the thread that launches kernels: an H200 waited for it for most of a backward."""
+    seen: list[int] = []
+    threads = StepThreads(cores)
+    with closing(threads):
+        threads.make([lambda: seen.append(torch.get_num_threads())])
+        others = 0 if threads._pool is None else threads._pool._max_workers
+    assert seen == [threads.width]
+    assert 0.8 * cores <= (others + 1) * threads.width <= cores
+    assert others < MOST_THREADS
+
+
+@pytest.mark.parametrize("cores", [3, 7])
+def test_threads_step_as_one_and_end_when_they_are_closed(cores: int) -> None:
     def names() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("protrain-step")]
 
     peer, ours = both([1000, 77] * 6, AdamW, {}, fused=True)
-    host, before = HostStep(3, tile=LINE), torch.get_num_threads()
+    host, before = HostStep(cores, tile=LINE), torch.get_num_threads()
     assert names() == []
     for _ in range(2):
         step_both(peer, ours, host, torch.bfloat16)

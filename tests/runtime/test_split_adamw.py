@@ -198,7 +198,7 @@ def test_tiles_do_not_matter(moments: Any, masters: bool, tile: int, seed: int) 
     made = []
     for size in (PAGE, tile):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(split_adamw, "tile_of", lambda _, size=size: size)
+            patch.setattr(split_adamw, "tile_of", lambda *_, size=size: size)
             made.append(SplitAdamW(weights(), lr=1e-3, moments=moments, masters=masters, seed=seed))
             trained(made[-1])
     assert same(*made)

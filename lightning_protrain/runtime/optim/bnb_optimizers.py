@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_protrain.runtime.optim.adam8bit import SHARED, BlockwiseStep, is_blockwise
+from lightning_protrain.runtime.optim.adam8bit import SHARED, TILE, BlockwiseStep, is_blockwise
 from lightning_protrain.runtime.optim.host_step import trial_of
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
 from lightning_protrain.runtime.optim.threads import StepThreads
@@ -65,7 +65,8 @@ def in_tiles(optimizer: Optimizer) -> Iterator[None]:
         return
     attributes = vars(optimizer)
     whole = optimizer.update_step  # type: ignore[attr-defined]
-    host, threads = BlockwiseStep(optimizer), StepThreads()
+    threads = StepThreads()
+    host = BlockwiseStep(optimizer, threads.width * TILE)
 
     def get_config(index: int, at: int, group: Mapping[str, Any]) -> dict[str, Any]:
         return host.config(optimizer.param_groups[index]["params"][at], group)

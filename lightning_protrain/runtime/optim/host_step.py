@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_protrain.runtime.optim.adam8bit import TILE as TILE_8BIT
 from lightning_protrain.runtime.optim.adam8bit import BlockwiseStep, is_blockwise
 from lightning_protrain.runtime.optim.fused import (
     KERNELS,
@@ -75,7 +76,7 @@ class HostStep:
         cores: Number of cores to compute on, see `StepThreads`.
         fuse: Whether a group in which the user chose no implementation uses the fused kernel. False leaves the choice
             to PyTorch, which takes its slowest loop on the CPU. The fused kernel rounds differently.
-        tile: Elements of a tile, a multiple of `LINE`.
+        tile: Elements of a tile for each core that a thread computes on, a multiple of `LINE`.
     """
 
     def __init__(self, cores: int | None = None, fuse: bool = True, tile: int = TILE) -> None:
@@ -90,7 +91,7 @@ class HostStep:
 
     def of(self, optimizer: Optimizer) -> Callable[[Given, Clip], None]:
         """Return `step` for one step of an optimizer; call it before groups are taken out of the optimizer."""
-        blockwise = BlockwiseStep(optimizer) if is_blockwise(optimizer) else None
+        blockwise = self._blockwise(optimizer)
         return lambda given, clip: self.step(optimizer, given, clip, blockwise)
 
     @torch.no_grad()
@@ -113,8 +114,7 @@ class HostStep:
                 "LBFGS works on all parameters as one vector and evaluates the loss again, so it cannot step them part "
                 'by part. Use another optimizer, or plan="resident".'
             )
-        if blockwise is None and is_blockwise(optimizer):
-            blockwise = BlockwiseStep(optimizer)
+        blockwise = blockwise or self._blockwise(optimizer)
         calls: list[Callable[[], object]] = []
         for group, updates in given:
             if blockwise is not None:
@@ -132,6 +132,9 @@ class HostStep:
                 clip.apply(update.gradient for update in cast)
                 _own_step(optimizer, group, cast)
         self._threads.make(calls)
+
+    def _blockwise(self, optimizer: Optimizer) -> BlockwiseStep | None:
+        return BlockwiseStep(optimizer, self._threads.width * TILE_8BIT) if is_blockwise(optimizer) else None
 
     def _fused_calls(
         self, optimizer: Optimizer, rule: FusedRule, updates: Sequence[ParamUpdate], clip: Clip
@@ -152,14 +155,14 @@ class HostStep:
             steps.append((flat, partial(rule.step, whole, first)))
         if counted and rule.name != "sgd":
             torch._foreach_add_(counted, 1)
-        return self._calls(steps, self._tile)
+        return self._calls(steps, self._threads.width * self._tile)
 
     def _split_calls(
         self, optimizer: SplitAdamW, group: Mapping[str, Any], updates: Sequence[ParamUpdate], clip: Clip
     ) -> Iterator[Callable[[], None]]:
         flat = [FlatUpdate.of(update, clip) for update in updates]
         made = [partial(self._split.step, optimizer.begin(group, update.parameter)) for update in updates]
-        return self._calls(zip(flat, made, strict=True), tile_of(torch.device("cpu")))
+        return self._calls(zip(flat, made, strict=True), tile_of(torch.device("cpu"), self._threads.width))
 
     def _calls(self, steps: Iterable[tuple[FlatUpdate, _Step]], tile: int) -> Iterator[Callable[[], None]]:
         """Yield calls that step a tile of a parameter, or several small parameters.

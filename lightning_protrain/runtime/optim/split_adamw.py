@@ -126,19 +126,19 @@ class SplitAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         calls: dict[torch.device, list[Callable[[], None]]] = {}
-        memory = TileMemory()
+        memory, threads = TileMemory(), StepThreads()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                gradient, tile = _gradient(parameter), tile_of(parameter.device)
+                gradient, tile = _gradient(parameter), tile_of(parameter.device, threads.width)
                 made = self.begin(group, parameter)
                 for begin in range(0, parameter.numel(), tile):
                     place = slice(begin, min(begin + tile, parameter.numel()))
                     calls.setdefault(parameter.device, []).append(partial(memory.step, made, place, gradient[place]))
         for device, some in calls.items():
             if device.type == "cpu":
-                with closing(StepThreads()) as threads:
+                with closing(threads):
                     threads.make(some)
             else:
                 for call in some:
@@ -285,9 +285,9 @@ def float32_moment(given: Mapping[str, Any], name: str) -> Tensor:
     return values
 
 
-def tile_of(device: torch.device) -> int:
-    """Return the number of elements of a tile, whole pages."""
-    return TILE if device.type == "cpu" else DEVICE_TILE
+def tile_of(device: torch.device, width: int = 1) -> int:
+    """Return the number of elements of a tile, whole pages, for threads that compute on `width` cores each."""
+    return TILE * width if device.type == "cpu" else DEVICE_TILE
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -346,14 +346,19 @@ class TileScratch:
 
 
 class SplitScratch:
-    """Memory for a tile on a device."""
+    """Memory for a tile on a device.
 
-    def __init__(self, device: torch.device) -> None:
-        tile = tile_of(device)
+    Args:
+        device: The device.
+        size: Elements of the tile.
+    """
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.size = size
         # Not in the default dtype: `precision="bf16-true"` changes that while the model computes.
-        self._rows = torch.empty(4, tile, dtype=torch.float32, device=device)
-        self._codes = CodeScratch.empty(tile, device)
-        self._sequence = sequence(tile // 2, device)
+        self._rows = torch.empty(4, size, dtype=torch.float32, device=device)
+        self._codes = CodeScratch.empty(size, device)
+        self._sequence = sequence(size // 2, device)
         self._sixteen = torch.tensor(16, dtype=torch.int32, device=device)
         self._cuts: dict[int, TileScratch] = {}
 
@@ -483,7 +488,7 @@ class TileMemory(threading.local):
 
     def step(self, made: SplitStep, place: slice, gradient: Tensor) -> None:
         """Make the step of some elements; the arguments are those of `SplitStep.step`."""
-        device = made.weight.device
-        if device not in self._scratch:
-            self._scratch[device] = SplitScratch(device)
+        device, size = made.weight.device, place.stop - place.start
+        if device not in self._scratch or self._scratch[device].size < size:
+            self._scratch[device] = SplitScratch(device, max(size, tile_of(device)))
         made.step(self._scratch[device], place, gradient)

@@ -1,8 +1,9 @@
-"""Threads that step tiles, each alone.
+"""Threads that step tiles.
 
-An OpenMP kernel ends at a barrier, so one thread that another process delays holds up all threads, and they wait
-busily. So threads take calls from a queue, and compute alone (`torch.set_num_threads(1)`). More than `MOST_THREADS` of
-them would wait for Python's lock, which each operation takes; if there are more cores, each thread computes on several.
+An OpenMP kernel ends at a barrier, so one core that another process delays holds up all cores, and they wait busily.
+So threads take calls from a queue. But each operation ends by taking Python's lock, which the thread that launches
+kernels needs, too. So there are few threads, each computes on several cores, and tiles are as many times as large. They
+compute on no more cores than there are: with 16 computing threads on 15 cores, an H200 was busy for 28 % of a backward.
 
 `torch.set_num_threads` also sets the number for threads that start later, and even for the main thread if it has not
 computed yet. So the caller reads its number first, and restores it at the end.
@@ -18,7 +19,7 @@ import torch
 
 from lightning_protrain.runtime.access_guard import below_guard
 
-MOST_THREADS = 8
+MOST_THREADS = 3
 
 
 class StepThreads:
@@ -32,19 +33,30 @@ class StepThreads:
         self._cores = cores
         self._pool: ThreadPoolExecutor | None = None
 
+    @property
+    def width(self) -> int:
+        """Number of cores that each thread computes on; tiles are to be as many times as large."""
+        return self._split()[1]
+
+    def _split(self) -> tuple[int, int]:
+        """Return the number of threads and the number of cores of each, so that few cores are left over."""
+        cores = self._cores = self._cores or torch.get_num_threads()
+        numbers = range(min(cores, MOST_THREADS), min(cores, 2) - 1, -1)
+        threads = max(numbers, key=lambda number: cores // number * number)
+        return threads, cores // threads
+
     def make(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make calls in any order, on this thread and others, without gradients; return when all have ended.
 
         Raises:
             BaseException: The exception of a call, after all calls that had begun have ended.
         """
-        before = torch.get_num_threads()
-        cores = self._cores = self._cores or before
-        threads, left = min(cores, MOST_THREADS), deque(calls)
-        torch.set_num_threads(-(-cores // threads))
+        (threads, width), before = self._split(), torch.get_num_threads()
+        left = deque(calls)
+        torch.set_num_threads(width)
         try:
             if self._pool is None and threads > 1:
-                self._pool = ThreadPoolExecutor(threads - 1, "protrain-step", _begin, (-(-cores // threads),))
+                self._pool = ThreadPoolExecutor(threads - 1, "protrain-step", _begin, (width,))
             others = min(threads, len(left)) - 1
             begun = [self._pool.submit(_make, left) for _ in range(others) if self._pool is not None]
             try:
