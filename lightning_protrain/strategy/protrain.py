@@ -519,7 +519,9 @@ class ProTrainStrategy(ParallelStrategy):
             self._device = self.open_device()
             self._device.others_bytes = others_bytes
             self._counters = self._device.counters
-        self._device.forget_peak()  # The peak of profiling is not that of the plan.
+        # The memory of profiling and of an earlier plan is not the plan's.
+        self._device.trim()
+        self._device.forget_peak()
         if not plan.num_offloaded_chunks:
             model.to(self.root_device)
         options = RunOptions(

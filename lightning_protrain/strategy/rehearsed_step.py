@@ -197,7 +197,6 @@ def rehearse(
         with trainer.precision_plugin.train_step_context():
             return step()
 
-    device.trim()
     device.forget_peak()
     versions = {name: weight._version for name, weight in model.named_parameters()}
     found: Rehearsed | NotRehearsed
