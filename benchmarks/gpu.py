@@ -62,9 +62,11 @@ class Part:
     tests: tuple[str, ...] = ()
 
 
-# These tests look at the free memory and at times of the device, so nothing runs beside them.
+# These tests look at the free memory and at times of the device, or fill it, so nothing runs beside them.
 ALONE = (
     "tests/cuda/test_cuda_device.py",
+    "tests/cuda/test_cuda_runs.py::test_a_fit_works_after_one_that_ran_out_of_memory",
+    "tests/cuda/test_cuda_runs.py::test_weights_of_half_a_step_are_not_trained_on",
     "tests/cuda/test_cuda_runs.py::test_transfers_are_hidden_behind_long_computation",
 )
 _REST = ("tests/cuda", *(part for path in ALONE for part in ("--deselect", path)))
