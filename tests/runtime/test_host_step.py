@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_protrain.runtime.optim import host_step
-from lightning_protrain.runtime.optim.fused import LINE
+from lightning_protrain.runtime.optim.fused import LINE, NO_CLIP
 from lightning_protrain.runtime.optim.host_step import (
+    FlatUpdate,
     Given,
     HostStep,
     ParamUpdate,
@@ -128,7 +130,7 @@ def test_equals_a_large_step_of_pytorch_with_any_number_of_threads(
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="the kernels use no vectors")
-def test_tiles_that_end_within_a_vector_would_be_seen() -> None:
+def test_tiles_that_end_within_a_vector_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: the scalar loop at the end of a range rounds differently."""
     torch.manual_seed(0)
     peer, ours = both([20_000], AdamW, {}, fused=True)
@@ -137,8 +139,35 @@ def test_tiles_that_end_within_a_vector_would_be_seen() -> None:
         for _ in range(3):
             step_both(peer, ours, host, torch.bfloat16)
 
+    monkeypatch.setattr(host_step, "LINE", 7)
     with pytest.raises(AssertionError):
         steps(HostStep(1, tile=7))
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 40 * LINE), min_size=1, max_size=6),
+    cores=st.sampled_from([1, 2, 3, 4, 7, 15]),
+    tile=st.sampled_from([LINE, 3 * LINE]),
+)
+def test_calls_share_the_elements_equally(sizes: list[int], cores: int, tile: int) -> None:
+    made, places = HostStep(cores, tile=tile), list[tuple[int, slice]]()
+
+    def step(index: int, place: slice, gradient: Tensor) -> None:
+        places.append((index, place))
+
+    flat = [FlatUpdate.of(ParamUpdate(weight, weight), NO_CLIP) for weight in map(torch.zeros, sizes)]
+    calls = list(made._calls([(one, partial(step, index)) for index, one in enumerate(flat)], tile, LINE))
+    taken, seen = list[int](), 0
+    for call in calls:
+        call()
+        taken.append(sum(-(-(place.stop - place.start) // LINE) for _, place in places[seen:]))
+        seen = len(places)
+    assert len(set(taken[:-1])) <= 1
+    assert all(lines <= max(taken[:1]) <= tile // LINE * made._threads.width for lines in taken)
+    assert all(place.start % LINE == 0 for _, place in places)
+    covered = [element for index, place in places for element in ((index, at) for at in range(place.start, place.stop))]
+    assert sorted(covered) == [(index, at) for index, size in enumerate(sizes) for at in range(size)]
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Adagrad])

@@ -24,6 +24,7 @@ from lightning_protrain.runtime.optim.adam8bit import TILE as TILE_8BIT
 from lightning_protrain.runtime.optim.adam8bit import BlockwiseStep, is_blockwise
 from lightning_protrain.runtime.optim.fused import (
     KERNELS,
+    LINE,
     NO_CLIP,
     Clip,
     FlatState,
@@ -33,10 +34,12 @@ from lightning_protrain.runtime.optim.fused import (
     laid_out_as,
 )
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, TileMemory, tile_of
+from lightning_protrain.runtime.optim.split_numbers import PAGE
 from lightning_protrain.runtime.optim.threads import StepThreads
 
-# Elements of a tile, a multiple of `LINE`, see benchmarks/LOG.md.
-TILE = 1 << 19
+# Most elements of a tile for each core that a thread computes on (see benchmarks/LOG.md), and least elements that are
+# worth a call of their own.
+TILE, LEAST = 1 << 19, 1 << 16
 
 
 class ParamUpdate(NamedTuple):
@@ -76,7 +79,7 @@ class HostStep:
         cores: Number of cores to compute on, see `StepThreads`.
         fuse: Whether a group in which the user chose no implementation uses the fused kernel. False leaves the choice
             to PyTorch, which takes its slowest loop on the CPU. The fused kernel rounds differently.
-        tile: Elements of a tile for each core that a thread computes on, a multiple of `LINE`.
+        tile: Most elements of a tile for each core that a thread computes on, a multiple of `LINE`.
     """
 
     def __init__(self, cores: int | None = None, fuse: bool = True, tile: int = TILE) -> None:
@@ -155,32 +158,40 @@ class HostStep:
             steps.append((flat, partial(rule.step, whole, first)))
         if counted and rule.name != "sgd":
             torch._foreach_add_(counted, 1)
-        return self._calls(steps, self._threads.width * self._tile)
+        return self._calls(steps, self._tile, LINE)
 
     def _split_calls(
         self, optimizer: SplitAdamW, group: Mapping[str, Any], updates: Sequence[ParamUpdate], clip: Clip
     ) -> Iterator[Callable[[], None]]:
         flat = [FlatUpdate.of(update, clip) for update in updates]
         made = [partial(self._split.step, optimizer.begin(group, update.parameter)) for update in updates]
-        return self._calls(zip(flat, made, strict=True), tile_of(torch.device("cpu"), self._threads.width))
+        return self._calls([*zip(flat, made, strict=True)], tile_of(torch.device("cpu")), PAGE)
 
-    def _calls(self, steps: Iterable[tuple[FlatUpdate, _Step]], tile: int) -> Iterator[Callable[[], None]]:
-        """Yield calls that step a tile of a parameter, or several small parameters.
+    def _calls(self, steps: Sequence[tuple[FlatUpdate, _Step]], most: int, unit: int) -> Iterator[Callable[[], None]]:
+        """Yield calls that step as many elements each, as many calls for each thread: no thread waits at the end.
 
         Args:
             steps: Parameters, with functions that step the elements of a slice with their gradient, which has the dtype
                 of the weight.
-            tile: Elements of a tile.
+            most: Most elements of a call for each core of a thread.
+            unit: Number of elements of which a slice begins at a multiple.
         """
-        part, room = list[Callable[[], None]](), tile
+        threads, width = self._threads.split
+        total = sum(flat.weight.numel() for flat, _ in steps)
+        number = threads * -(-total // (threads * width * most))
+        size = max(-(-total // (number or 1)), min(LEAST, most))
+        size = room = -(-size // unit) * unit
+        part = list[Callable[[], None]]()
         for flat, step in steps:
-            for begin in range(0, flat.weight.numel(), tile):
-                place = slice(begin, min(begin + tile, flat.weight.numel()))
-                if part and place.stop - begin > room:
-                    yield partial(_all_of, part)
-                    part, room = [], tile
+            begin, end = 0, flat.weight.numel()
+            while begin < end:
+                place = slice(begin, min(begin + room, end))
                 part.append(partial(self._step, flat, step, place))
-                room -= place.stop - begin
+                room -= -(-(place.stop - begin) // unit) * unit
+                begin = place.stop
+                if not room:
+                    yield partial(_all_of, part)
+                    part, room = [], size
         if part:
             yield partial(_all_of, part)
 

@@ -36,10 +36,11 @@ class StepThreads:
     @property
     def width(self) -> int:
         """Number of cores that each thread computes on; tiles are to be as many times as large."""
-        return self._split()[1]
+        return self.split[1]
 
-    def _split(self) -> tuple[int, int]:
-        """Return the number of threads and the number of cores of each, so that few cores are left over."""
+    @property
+    def split(self) -> tuple[int, int]:
+        """Number of threads, and of cores that each of them computes on, so that few cores are left over."""
         cores = self._cores = self._cores or torch.get_num_threads()
         numbers = range(min(cores, MOST_THREADS), min(cores, 2) - 1, -1)
         threads = max(numbers, key=lambda number: cores // number * number)
@@ -51,7 +52,7 @@ class StepThreads:
         Raises:
             BaseException: The exception of a call, after all calls that had begun have ended.
         """
-        (threads, width), before = self._split(), torch.get_num_threads()
+        (threads, width), before = self.split, torch.get_num_threads()
         left = deque(calls)
         torch.set_num_threads(width)
         try:
