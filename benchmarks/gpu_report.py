@@ -81,14 +81,14 @@ class Results:
 
     Attributes:
         parts: Outcomes by name of the part.
-        every: All outcomes.
+        files: The GPU of each file, and its outcomes by name of the part, in order.
         gpus: Names of the GPUs that they were measured on.
         dates: First and last date.
         runs: Files with their date, commit, GPU and command, in order.
     """
 
     parts: Mapping[str, Any]
-    every: tuple[Mapping[str, Any], ...]
+    files: tuple[tuple[str, Mapping[str, Any]], ...]
     gpus: tuple[str, ...]
     dates: tuple[str, str]
     runs: tuple[tuple[str, ...], ...]
@@ -97,10 +97,10 @@ class Results:
     def read(cls, folders: Iterable[Path]) -> Results:
         """Read results; later files replace outcomes of earlier ones, unless only the earlier part has a result."""
         parts: dict[str, Any] = {}
-        runs, every = [], []
+        runs, files = [], []
         for file in (file for folder in folders for file in sorted(folder.glob("*.json"))):
             document = json.loads(file.read_text(encoding="utf-8"))
-            every += document["parts"].values()
+            files.append((document["gpu"], document["parts"]))
             for name, part in document["parts"].items():
                 if "result" in part or name not in parts or "result" not in parts[name]:
                     parts[name] = part | {"file": file.name}
@@ -112,7 +112,7 @@ class Results:
             )
         dates = sorted(run[1] for run in runs)
         return cls(
-            parts, tuple(every), tuple(dict.fromkeys(run[3] for run in runs)), (dates[0], dates[-1]), tuple(runs)
+            parts, tuple(files), tuple(dict.fromkeys(run[3] for run in runs)), (dates[0], dates[-1]), tuple(runs)
         )
 
     def ratio(self, name: str, what: str) -> float | None:
@@ -121,12 +121,16 @@ class Results:
 
     def step(self, name: str) -> float | None:
         """Return the median step time of a part, seconds, or None."""
-        return self._result(name).get("measured", {}).get("step_seconds")
+        return _step_seconds(self.parts.get(name))
 
     def over(self, name: str, other: str) -> float | None:
-        """Return the step time of a part over that of another one, or None."""
-        one, two = self.step(name), self.step(other)
-        return one / two if one and two else None
+        """Return the step time of a part over that of another one, on the latest GPU that ran both, or None."""
+        seconds: dict[str, dict[str, float]] = {}
+        for gpu, parts in self.files:
+            ran = {part: step for part in (name, other) if (step := _step_seconds(parts.get(part)))}
+            seconds[gpu] = seconds.pop(gpu, {}) | ran
+        both = [steps for steps in seconds.values() if len(steps) == 2]
+        return both[-1][name] / both[-1][other] if both else None
 
     def shown(self, name: str, key: str) -> Any:
         """Return an entry of a part's result, or None."""
@@ -135,6 +139,11 @@ class Results:
     def _result(self, name: str) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.parts.get(name, {}).get("result", {})
         return found
+
+
+def _step_seconds(part: Mapping[str, Any] | None) -> float | None:
+    found: float | None = (part or {}).get("result", {}).get("measured", {}).get("step_seconds")
+    return found
 
 
 @dataclass(frozen=True)
@@ -281,7 +290,7 @@ def calibrate(found: Results) -> dict[str, Any]:
 
     gpus: dict[str, Any] = {}
     alpha: dict[str, float] = {}
-    for part in found.every:
+    for part in (part for _, parts in found.files for part in parts.values()):
         result = part.get("result", {})
         if "flops" in result:
             rates = {name: float(f"{result[name]:.3g}") for name in _RATES}
