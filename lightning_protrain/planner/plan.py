@@ -108,6 +108,7 @@ class BlockPlan:
         policy: Treatment of its activations.
         swap_bytes: Host bytes that one call of the block swaps, with each storage rounded up to whole pages. Under
             `SWAP` all saved activations, under `CHECKPOINT` the block's inputs (0: these stay on the device), else 0.
+            Storages of less than a 1024th of it stay on the device.
     """
 
     name: str

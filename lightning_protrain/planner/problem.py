@@ -355,6 +355,7 @@ class SegmentFacts:
         self.reserve = Reserve.of(problem.profile, layout)
         self.never = without_gradients(problem.profile, layout)
         self._segments = segments
+        self._swap_bytes = problem.profile.swap_bytes()  # If casts are streamed, less is swapped, and less stays.
         self._footprints: dict[tuple[int, BlockPolicy, bool], Footprint] = {}
 
     def footprint(self, index: int, policy: BlockPolicy, casts: bool) -> Footprint:
@@ -362,7 +363,8 @@ class SegmentFacts:
         key = index, policy, casts
         if key not in self._footprints:
             segment = self._segments[index]
-            self._footprints[key] = footprint(segment, policy, segment.lost_inputs - self.shared_held[index], casts)
+            lost, swap_bytes = segment.lost_inputs - self.shared_held[index], self._swap_bytes.get(segment.unit, 0)
+            self._footprints[key] = footprint(segment, policy, lost, casts, swap_bytes)
         return self._footprints[key]
 
 

@@ -14,7 +14,7 @@ from sys import maxsize
 from typing import NamedTuple
 
 from lightning_protrain.planner.plan import BlockPolicy
-from lightning_protrain.profiler.records import Forward, OperationCost, Segment, Storage, swapped_bytes
+from lightning_protrain.profiler.records import Forward, OperationCost, Segment, Storage, least_swapped
 
 # Returns the operation of the forward from which on an activation exists, and the first one at which it does not.
 Rule = Callable[[Storage], tuple[int, int]]
@@ -69,9 +69,15 @@ def checkpoint_saving(segment: Segment) -> int:
     return freed - segment.first_lost_inputs
 
 
-def swap_saving(segment: Segment) -> int:
-    """Return the bytes that swapping frees: saved tensors of at least a page, including inputs."""
-    return sum(it.nbytes for it in _alone(segment) if it.uses < 2 and swapped_bytes(it.nbytes))
+def swap_saving(segment: Segment, swap_bytes: int = 0) -> int:
+    """Return the bytes that swapping frees: saved tensors, including inputs, that are not too small.
+
+    Args:
+        segment: The segment.
+        swap_bytes: As in `footprint`.
+    """
+    least = least_swapped(swap_bytes)
+    return sum(it.nbytes for it in _alone(segment) if it.uses < 2 and it.nbytes >= least)
 
 
 def _alone(segment: Segment) -> list[Storage]:
@@ -118,7 +124,7 @@ class Footprint(NamedTuple):
     freed: int
 
 
-def footprint(segment: Segment, policy: BlockPolicy, lost: int, casts: bool) -> Footprint:
+def footprint(segment: Segment, policy: BlockPolicy, lost: int, casts: bool, swap_bytes: int = 0) -> Footprint:
     """Return the device memory of a segment under a policy.
 
     Args:
@@ -126,6 +132,7 @@ def footprint(segment: Segment, policy: BlockPolicy, lost: int, casts: bool) -> 
         policy: The policy.
         lost: Bytes of inputs that only recomputation keeps alive.
         casts: As in `rise`.
+        swap_bytes: Host memory of the block if it swaps, bytes: the more, the larger is what it leaves on the device.
     """
     ahead, back, saving = segment.forward, segment.backward, checkpoint_saving(segment)
     backward = back.peak_bytes - (0 if casts else back.cast_bytes)
@@ -136,4 +143,5 @@ def footprint(segment: Segment, policy: BlockPolicy, lost: int, casts: bool) -> 
         again = max(back.asked_live, back.live_bytes) - saving + rise(ahead.storages, from_products, casts)
         backward = max(backward + lost + idle_product_bytes(ahead), again)
         return Footprint(peak(ahead, products_kept, casts), backward, saving - (product_bytes(segment) or 0))
-    return Footprint(peak(ahead, kept, casts), backward, swap_saving(segment) if policy is BlockPolicy.SWAP else 0)
+    freed = swap_saving(segment, swap_bytes) if policy is BlockPolicy.SWAP else 0
+    return Footprint(peak(ahead, kept, casts), backward, freed)

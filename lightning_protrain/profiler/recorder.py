@@ -42,6 +42,7 @@ from lightning_protrain.profiler.records import (
     Storage,
     UnitCall,
     UnitInfo,
+    least_swapped,
     swapped_bytes,
 )
 from lightning_protrain.profiler.row_wise import Slices, is_row_wise
@@ -394,7 +395,9 @@ def _is_empty(segment: _Segment) -> bool:
 def _record(segment: _Segment, seen: _Seen) -> Segment:
     # A block moves all its fresh inputs, so none of them may be of use to another segment.
     fresh = segment.fresh or []
-    moves = all(it.freed <= segment.swapped and seen.is_alone(it, segment) and swapped_bytes(it.nbytes) for it in fresh)
+    moved = sum(swapped_bytes(it.nbytes) for it in fresh)
+    least = least_swapped(moved)
+    moves = all(it.freed <= segment.swapped and seen.is_alone(it, segment) and it.nbytes >= least for it in fresh)
     last, reached = segment.last_saved
     costs = Counter((*cost, at >= reached) for at, cost in enumerate(segment.costs))
     operations = seen.shared(OperationCost(*cost, count, *kind) for (cost, *kind), count in costs.items())
@@ -419,7 +422,7 @@ def _record(segment: _Segment, seen: _Seen) -> Segment:
         keeps_products=not segment.unkeepable,
         between=segment.between,
         sliced=tuple(segment.sliced),
-        input_swap_bytes=sum(swapped_bytes(it.nbytes) for it in fresh) if moves else 0,
+        input_swap_bytes=moved if moves else 0,
     )
 
 

@@ -158,7 +158,7 @@ class UnitCall:
         saved_bytes: Bytes that autograd saves during the call, without inputs of the unit.
         saved_casts: Casts of parameters in `saved_bytes`: first name of the parameter, and bytes of the cast.
         swap_bytes: Host memory for swapping the call's activations, bytes: all saved tensors, including inputs, in
-            whole pages. Storages of less than a page are not swapped.
+            whole pages. Storages of less than a page do not count; other small ones do, although they stay.
     """
 
     name: str
@@ -379,6 +379,14 @@ class ModelProfile:
 def swapped_bytes(nbytes: int) -> int:
     """Return the host memory for swapping a storage of `nbytes`: whole pages, or 0 if it is smaller than a page."""
     return -(-nbytes // PAGESIZE) * PAGESIZE if nbytes >= PAGESIZE else 0
+
+
+def least_swapped(swap_bytes: int) -> int:
+    """Return the size of the smallest storage that is swapped by a call with `swap_bytes` of host memory.
+
+    Each storage costs the host time, and all smaller ones together are a small part of what the call saves.
+    """
+    return max(PAGESIZE, swap_bytes // 1024)
 
 
 def castable(profile: ModelProfile, dtype: str) -> frozenset[str]:

@@ -6,7 +6,8 @@ one piece of host memory of exactly the planned bytes, which is returned when th
 call takes further slabs, see [Note: Growth]. Inputs and outputs of the block are copied too, even if other code holds
 them. Otherwise every swapped block would leave its input on the device, and device memory would grow with the depth of
 the model. Weights and buffers with all their views stay on the device, as do tensors that cannot be rebuilt from a
-storage, and storages smaller than a page.
+storage, and storages smaller than a page or than a 1024th of the planned slab: they are many, and each would cost the
+host time.
 
 A checkpointed block saves its inputs alone. Those that an earlier call was given stay on the device, because that call
 holds them anyway: masks and position embeddings, which all blocks share.
@@ -47,6 +48,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import PAGE, HostMemory
+from lightning_protrain.profiler.records import least_swapped
 from lightning_protrain.runtime.access_guard import below_guard
 
 # The planned slab is this many times as large as the smallest slab that a call grows by.
@@ -222,10 +224,6 @@ class CallSlabs:
         return slab
 
 
-# Host memory is given in pages: swapping a smaller tensor would take more of it than it frees on the device.
-MIN_BYTES = PAGE
-
-
 @dataclass(eq=False)
 class _Call:
     """The swapped activations of one call; it lives as long as any tensor that the call has saved.
@@ -240,6 +238,7 @@ class _Call:
     slabs: CallSlabs
     stay: frozenset[int]
     batch_bytes: int
+    least_bytes: int
     # By storage and version, in the order of saving.
     stored: dict[tuple[int, int], weakref.ref[_Stored]] = field(default_factory=dict)
     holds: list[_Stored] = field(default_factory=list)
@@ -348,7 +347,8 @@ class ActivationSwap:
             with below_guard():  # Finding the storages of weights need not wait for their steps.
                 unmoved = stay.union(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
             slabs, batch_bytes = CallSlabs(self._slabs, name, swap_bytes), swap_bytes // BATCHES
-            self._running.append(_Call(self, name, number, slabs, unmoved, batch_bytes))
+            least_bytes = least_swapped(swap_bytes)
+            self._running.append(_Call(self, name, number, slabs, unmoved, batch_bytes, least_bytes))
             try:
                 with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
                     yield
@@ -423,7 +423,7 @@ class ActivationSwap:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False
         storage = tensor.untyped_storage()
-        if storage.nbytes() < MIN_BYTES or storage._cdata in call.stay:
+        if storage.nbytes() < call.least_bytes or storage._cdata in call.stay:
             return False
         known = self._weights.get(storage._cdata)
         return known is None or known.expired()

@@ -265,6 +265,8 @@ def test_what_somebody_else_holds_is_not_freed(kind: str, freed: int) -> None:
     swapping = [swap_saving(segment) for segment in profile.segments if not segment.between]
     # The second block frees its input or, where the first has saved that too, what it hands on to nobody who holds it.
     assert swapping == [freed * nbytes, nbytes + freed * nbytes]
+    # Small parts of what a call saves stay.
+    assert [swap_saving(profile.segments[-2], 1024 * most) for most in (nbytes, nbytes + 1)] == [swapping[1], 0]
 
 
 def test_the_figures_of_a_step_that_is_computed_by_hand() -> None:

@@ -254,7 +254,7 @@ def test_swapped_blocks_wait_for_no_step_but_their_own(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finding out which tensors are weights does not count as reading them."""
-    monkeypatch.setattr(swap, "MIN_BYTES", 1)
+    monkeypatch.setattr(swap, "least_swapped", lambda swap_bytes: 1)
     rates = Rates(host_memory=HOSTS[-1], **FAST_LINK)
     plain, computing, host = step_time(Overlap.OFF, rates, SWAPPED["swapped"], **options)
     hidden, _, _ = step_time(Overlap.FORWARD, rates, SWAPPED["swapped"], **options)
@@ -265,7 +265,7 @@ def test_swapped_blocks_wait_for_no_step_but_their_own(
 @pytest.mark.parametrize("plan", SWAPPED)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_swapped_blocks_are_exact_behind_forward(plan: str, clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "MIN_BYTES", 1)
+    monkeypatch.setattr(swap, "least_swapped", lambda swap_bytes: 1)
     torch.manual_seed(0)
     expected = train(Net(), accumulate=2, **CLIPPINGS[clipping])
     found = run(Net, SWAPPED[plan], Overlap.FORWARD, accumulate=2, **CLIPPINGS[clipping])

@@ -1,4 +1,4 @@
-"""Inputs of checkpointed blocks on the host: what the search plans for them is what a step takes."""
+"""Activations on the host: what is planned for them, and for those that are too small, is what a step takes."""
 
 from __future__ import annotations
 
@@ -150,3 +150,28 @@ def check(problem: Problem, plan: Plan, model: nn.Module, step: Callable[[], Ten
     pairs = zip(expected, found, strict=True)
     assert all(one is other is None or torch.equal(one, other) for one, other in pairs)
     model.zero_grad()
+
+
+class Adapted(Block):
+    """Saves many small activations beside large ones."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        few = hidden[:2048, :1].contiguous()
+        return super().forward(hidden) + sum((few - index).exp() for index in range(40)).mean()
+
+
+def test_what_is_too_small_to_be_swapped_is_predicted() -> None:
+    model, batch = Net([Adapted() for _ in range(4)]), torch.randn(1 << 17, WIDTH)
+    step = lambda: model(batch).mean()  # noqa: E731
+    problem, knobs = problem_of(model, step)
+    plan = search(problem, replace(knobs, num_swap_blocks=3, num_checkpoint_blocks=0))
+    assert [block.policy for block in plan.blocks] == [*3 * [BlockPolicy.SWAP], BlockPolicy.KEEP]
+    timeline, peak = memory_timeline(problem, plan), Peak()
+    device = Counting(peak)
+    with applied(model, lambda _: plan, device) as state, peak:
+        state.step(step).backward()
+    # Of each block: its input, the norm's statistics and output, and the twice as wide output of tanh.
+    assert device.counters.swapped_out_bytes == 3 * (4 * batch.nbytes + 2 * batch.nbytes // WIDTH)
+    phases = [timeline.phase(name).device for name in ("forward", "backward")]
+    predicted = max(phase["activations"] + phase["swapped_activations"] for phase in phases)
+    assert 0.98 * predicted <= peak.peak <= predicted

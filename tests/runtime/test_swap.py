@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_protrain.device.device import CPUDevice, StreamDevice
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
+from lightning_protrain.profiler.records import least_swapped
 from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.step_context import StepContext
 from lightning_protrain.runtime.swap import BATCHES, ActivationSwap, CallSlabs, Slab, SlabPool
@@ -249,6 +250,8 @@ def test_what_stays() -> None:
     assert found[0].untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
     # Exactly a page is not small any more.
     assert swap_through(torch.randn(PAGE // 4))[0].counters.swapped_out_bytes == PAGE
+    # The slab is 1 MiB in these tests; in a larger one, a page is small.
+    assert [least_swapped(nbytes) for nbytes in (1 << 20, 1 << 23)] == [PAGE, 1 << 13]
 
 
 def test_what_is_saved_again_after_its_graph_has_died_is_copied_once() -> None:
