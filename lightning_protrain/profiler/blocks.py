@@ -102,6 +102,17 @@ def describe_model(model: nn.Module, blocks: BlockChoice = None, min_num_params:
     return ModelLayout(parameters, units, sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()))
 
 
+def modules_in(module: nn.Module) -> list[nn.Module]:
+    """Return `module` and all modules inside of it, each once; many times faster than `modules()`."""
+    found, seen = [module], {id(module)}
+    for each in found:
+        for child in each._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return True if `torch.compile` was applied to a module or its forward, not only to modules inside it."""
     forward = getattr(module.forward, "_forward", module.forward)  # The runtime may have wrapped it.

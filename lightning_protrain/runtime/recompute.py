@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_protrain.planner.plan import BlockPolicy, Plan
-from lightning_protrain.profiler.blocks import compiled_parameters
+from lightning_protrain.profiler.blocks import compiled_parameters, modules_in
 from lightning_protrain.profiler.op_kinds import is_product
 from lightning_protrain.profiler.records import ModelLayout
 
@@ -293,7 +293,7 @@ class _EarlierState:
     def __init__(self, module: nn.Module, given: Iterable[Any]) -> None:
         self._places = [
             (owner._buffers, name, buffer)
-            for owner in module.modules()
+            for owner in modules_in(module)
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]

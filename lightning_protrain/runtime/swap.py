@@ -48,6 +48,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import Device
 from lightning_protrain.device.host import PAGE, HostMemory
+from lightning_protrain.profiler.blocks import modules_in
 from lightning_protrain.profiler.records import least_swapped
 from lightning_protrain.runtime.access_guard import below_guard
 
@@ -345,7 +346,9 @@ class ActivationSwap:
         if swap_bytes:
             self._slabs.cool()
             with below_guard():  # Finding the storages of weights need not wait for their steps.
-                unmoved = stay.union(key for key, _ in _storages([*module.parameters(), *module.buffers()]))
+                tables = [table for part in modules_in(module) for table in (part._parameters, part._buffers) if table]
+                weights = [weight for table in tables for weight in table.values() if weight is not None]
+                unmoved = stay.union([key for key, _ in _storages(weights)])
             slabs, batch_bytes = CallSlabs(self._slabs, name, swap_bytes), swap_bytes // BATCHES
             least_bytes = least_swapped(swap_bytes)
             self._running.append(_Call(self, name, number, slabs, unmoved, batch_bytes, least_bytes))
@@ -418,7 +421,7 @@ class ActivationSwap:
     def _is_swapped(self, tensor: Tensor, call: _Call) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
             return False
-        if tensor.device.type != self._device.torch_device.type or tensor.is_conj() or tensor.is_neg():
+        if tensor.device != self._nothing.device or tensor.is_conj() or tensor.is_neg():
             return False
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_protrain.planner.memory import minimum_chunk_buffers
 from lightning_protrain.planner.packing import pack_chunks
-from lightning_protrain.profiler.blocks import describe_model, discover_blocks
+from lightning_protrain.profiler.blocks import describe_model, discover_blocks, modules_in
 from lightning_protrain.profiler.records import ModelLayout
 from tests.profiler.models import CASES, Case, numbered
 
@@ -411,3 +411,10 @@ def test_nothing_is_lost_and_nothing_counted_twice(case: Case) -> None:
         assert set(unit.encloses) == (inside if not unit.is_block else set())
     for info in layout.parameters:
         assert all(model.get_parameter(site) is parameters[info.fqn] for site in info.sites)
+
+
+def test_each_module_is_found_once(case: Case) -> None:
+    model = case.build()
+    found = modules_in(model)
+    assert len(found) == len(set(found))
+    assert set(found) == set(model.modules())
