@@ -35,7 +35,7 @@ from lightning_protrain.planner.plan import ChunkPlan, Plan, Sharding, chunk_off
 from lightning_protrain.profiler.records import ModelLayout
 from lightning_protrain.progress import bar
 from lightning_protrain.quant_state import attach_companions, move_companions, packed_nbytes, place_companions
-from lightning_protrain.runtime.access_guard import below_guard
+from lightning_protrain.runtime.access_guard import below_guard, can_be_watched
 from lightning_protrain.runtime.comm.collectives import RankMesh
 from lightning_protrain.runtime.comm.shared_memory import Share, share_chunks
 from lightning_protrain.runtime.low_precision import DeviceParam, ParamUses, low_precision_class
@@ -103,6 +103,8 @@ class Chunk:
         self._storage = torch.UntypedStorage(self.nbytes, device=device.torch_device)
         self._target = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         self._target.set_(self._storage, 0, (self.nbytes,), (1,))
+        # Reads of other weights wait for pending steps.
+        self._may_be_watched = self._low_dtype is None and any(map(can_be_watched, parameters))
         self.params = [
             self._make_param(fqn, parameter, offset)
             for fqn, parameter, offset in zip(plan.parameters, parameters, offsets, strict=True)
@@ -205,8 +207,8 @@ class Chunk:
         self._fence = None
 
     def _looking(self) -> AbstractContextManager[None]:
-        """Return a context in which reading weights does not invalidate shadow copies, if the chunk has any."""
-        return nullcontext() if self._low_dtype is None else below_guard()
+        """Return a context in which reading weights does not invalidate shadow copies, nor passes their class."""
+        return nullcontext() if self._may_be_watched else below_guard()
 
     def renew_copies(self) -> None:
         """Cast the weights whose shadow copies are not current, before a fetch or after an optimizer step."""

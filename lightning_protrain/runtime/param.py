@@ -299,9 +299,10 @@ class QuantisedLocation(ParamLocation):
 
     def exchange(self, old: nn.Parameter, new: nn.Parameter) -> None:
         held = self.module._parameters.get(self.name)
-        # PEFT reads such a weight and registers another parameter over the same memory.
-        if held is not None and held.untyped_storage()._cdata == old.untyped_storage()._cdata:
-            old = held
+        if held is not None and held is not old:
+            # PEFT reads such a weight and registers another parameter over the same memory.
+            with below_guard():  # Otherwise every read would pass the class of the weight, which is slow.
+                old = held if held.untyped_storage()._cdata == old.untyped_storage()._cdata else old
         super().exchange(old, new)
         if self.module._parameters.get(self.name) is new:
             vars(self.module).update(self._of_host if new is self.host else self._of_device)

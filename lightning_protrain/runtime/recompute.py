@@ -256,6 +256,8 @@ def _contexts(
 
 def _earlier(value: Any) -> Any:
     """Return a snapshot of a key-value cache of transformers, safe from later filling; return other values as given."""
+    if value is None or isinstance(value, (Tensor, int, float, str)):
+        return value
     if not any(
         base.__name__ == "Cache" and base.__module__.startswith("transformers.") for base in type(value).__mro__
     ):
