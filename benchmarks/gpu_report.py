@@ -214,7 +214,7 @@ GOALS = (
 
 def page(found: Results) -> str:
     """Return docs/gpu.md."""
-    lines = ["# On a GPU", "", f"Measured on one {_listed(found.gpus)}, {_span(found.dates)}. This page is made by", ""]
+    lines = ["# On a GPU", "", f"Measured on {_gpus(found)}, {_span(found.dates)}. This page is made by", ""]
     lines += ["    python -m benchmarks.gpu publish", ""]
     lines += ["from these files of `benchmarks/results`; of each part the newest result counts:", ""]
     lines += [table(("file", "date", "commit", "GPU", "command"), found.runs), ""]
@@ -223,9 +223,10 @@ def page(found: Results) -> str:
     lines += [
         "## Steps and memory",
         "",
-        "Times in seconds, memory in GiB. `peak` is what tensors took, `reserved` what the allocator held. `loss` is",
-        "the largest difference from the losses of plain Lightning, whose kernels sum in another order. Figures of",
-        "different files come from different sessions and commits, and so do ratios between them.",
+        "Times in seconds, memory in GiB. `peak` is what tensors took, `reserved` what the allocator held, with holes",
+        "between tensors, which predictions count. `loss` is the largest difference from the losses of plain",
+        "Lightning, whose kernels sum in another order. Figures of different files come from different sessions and",
+        "commits. A goal about two runs compares those of one GPU.",
         "",
         table(
             ("run", *_COLUMNS, "file"),
@@ -269,7 +270,7 @@ def sentence(found: Results) -> str:
     """Return the README's sentence: what ran on which GPU, when, and what did not."""
     ran = [text for name, text in TRAINED.items() if found.step(name)]
     not_run = [text for name, text in TRAINED.items() if not found.step(name)]
-    text = f"Run on one {_listed(found.gpus)} ({_span(found.dates)}): {_listed(ran)}; [figures](docs/gpu.md)."
+    text = f"Run on {_gpus(found)} ({_span(found.dates)}): {_listed(ran)}; [figures](docs/gpu.md)."
     return f"{text} Not run on a GPU yet: {_listed([*not_run, 'several ranks with NCCL'])}."
 
 
@@ -283,22 +284,23 @@ _RATES = (
 def calibrate(found: Results) -> dict[str, Any]:
     """Return what GPU runs have measured, for `lightning_protrain/profiler/calibration.json`.
 
-    It has the rates of each measured GPU, by its name in the catalogue, and the largest fragmentation factor of a
-    training run for each dtype of weights.
+    It has the rates of each measured GPU, by its name in the catalogue, and for each dtype of weights the largest
+    fragmentation factor of the newest runs that never hold all logits: `CausalLMModule`, for which dry runs plan, does
+    not, and logits of all tokens are so large that they leave holes between other tensors.
     """
     from lightning_protrain.profiler.gpu_specs import find
 
     gpus: dict[str, Any] = {}
     alpha: dict[str, float] = {}
-    for part in (part for _, parts in found.files for part in parts.values()):
-        result = part.get("result", {})
+    for result in (part.get("result", {}) for _, parts in found.files for part in parts.values()):
         if "flops" in result:
             rates = {name: float(f"{result[name]:.3g}") for name in _RATES}
             products = {dtype: float(f"{rate:.3g}") for dtype, rate in result["flops"].items()}
             products |= {"float16": products["bfloat16"]} if "bfloat16" in products else {}
             gpus[find(result["name"]).name] = rates | {"flops": products}
+    for result in (part.get("result", {}) for part in found.parts.values()):
         case, factor = result.get("case", {}), result.get("measured", {}).get("alpha")
-        if factor is not None and case["system"] == "protrain":
+        if factor is not None and case["system"] == "protrain" and case.get("loss_chunk_tokens") is not None:
             dtype = "uint8" if case["four_bits"] else "bfloat16" if case["precision"] == "bf16-true" else "float32"
             alpha[dtype] = max(alpha.get(dtype, 0.0), round(factor, 2))
     return {"gpus": gpus, "alpha": alpha}
@@ -327,6 +329,10 @@ MARK = "<!-- gpu --> "
 
 def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1] if words else "nothing")))
+
+
+def _gpus(found: Results) -> str:
+    return _listed([f"one {gpu}" for gpu in found.gpus])
 
 
 def _span(dates: tuple[str, str]) -> str:

@@ -277,9 +277,9 @@ def test_what_is_made_of_the_kept_results_is_up_to_date(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text() == (gpu.ROOT / name).read_text(), name
 
 
-def kept(folder: Path, name: str, parts: dict[str, Any]) -> None:
+def kept(folder: Path, name: str, parts: dict[str, Any], gpu: str = "NVIDIA H100 80GB HBM3") -> None:
     (folder / "2027-01-01-gpu").mkdir(exist_ok=True)
-    about = {"date": "2027-01-01", "commit": "1" * 7, "gpu": "NVIDIA H100 80GB HBM3", "command": "python -m x"}
+    about = {"date": "2027-01-01", "commit": "1" * 7, "gpu": gpu, "command": "python -m x"}
     (folder / "2027-01-01-gpu" / f"{name}.json").write_text(json.dumps({**about, "parts": parts}))
 
 
@@ -299,6 +299,8 @@ def a_run(step: float, told: float = 1.0, peak: float = 0.95, alpha: float = 1.0
 def test_results_are_held_against_goals_and_the_newest_counts(tmp_path: Path) -> None:
     kept(tmp_path, "first", {"3b auto": a_run(9.0), "3b fsdp2": a_run(3.0), "smoke": {"status": "done"}})
     kept(tmp_path, "second", {"3b auto": a_run(1.5, alpha=1.2), "3b fsdp2": {"status": "out of time"}})
+    others = {"7b whole": a_run(1.0, alpha=1.1, loss_chunk_tokens=1024), "3b plain": a_run(4.0)}
+    kept(tmp_path, "third", {**others, "8b lora auto": a_run(6.0)}, gpu="another")
     found = gpu_report.Results.read(sorted(tmp_path.glob("*-gpu")))
     rows = {row[0]: row[1:] for row in (goal.row(found) for goal in gpu_report.GOALS)}
     assert rows["3B in 22 GiB: step of FSDP2 with CPU offload over ours"] == ("at least 1.5", "2", "yes")
@@ -306,9 +308,13 @@ def test_results_are_held_against_goals_and_the_newest_counts(tmp_path: Path) ->
     assert rows["3B with all weights in 22 GiB: peak measured / predicted"] == ("0.9 to 1", "0.95", "yes")
     assert rows["3B with all weights in 22 GiB: share of uploads hidden behind computing"][-1] == "no"
     assert rows["everything resident: step over plain"][-1] == "not measured"
-    assert "3B with all weights in 22 GiB; [figures]" in gpu_report.sentence(found)
-    assert "8B LoRA in 12 GiB" in gpu_report.sentence(found).partition("Not run")[2]
-    assert gpu_report.calibrate(found) == {"gpus": {}, "alpha": {"float32": 1.2}}
+    assert "3B with all weights in 22 GiB and 8B LoRA in 12 GiB; [figures]" in gpu_report.sentence(found)
+    assert "8B QLoRA in 6 GiB" in gpu_report.sentence(found).partition("Not run")[2]
+    # Dry runs plan for a loss that never holds all logits.
+    assert gpu_report.calibrate(found) == {"gpus": {}, "alpha": {"float32": 1.1}}
+    # Times of two GPUs have no ratio.
+    assert found.step("8b lora auto") == 6.0
+    assert found.over("3b auto", "3b plain") is None
 
 
 def test_a_measured_machine_calibrates_dry_runs_of_its_gpu(tmp_path: Path) -> None:
