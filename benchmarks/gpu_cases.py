@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.beside import beside
 from benchmarks.systems import LEARNING_RATE, PLAIN, SYSTEMS
 from benchmarks.transfers import DeviceTrace
 from lightning_protrain.config import parse_bytes
@@ -39,6 +40,7 @@ from lightning_protrain.models.loss import chunked_cross_entropy
 from lightning_protrain.models.optimizer import choose_optimizer
 from lightning_protrain.planner.memory_timeline import measured_alpha
 from lightning_protrain.profiler.hardware import profile_hardware
+from lightning_protrain.runtime.optim.threads import MOST_THREADS
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 
 PACKAGES = (
@@ -491,6 +493,17 @@ def hardware(device: str) -> dict[str, Any]:
         opened.close()
 
 
+def host_beside(device: str) -> dict[str, Any]:
+    """Return what `benchmarks.beside` measures, with a line of the step's own number of threads."""
+    found = beside(device)
+    said = [
+        f"{name} {one['alone'] / 1e9:.2f} alone, {one['beside'] / 1e9:.2f} beside, loop {one['loop']:.2f}"
+        for name, numbers in found.items()
+        for one in [numbers[str(MOST_THREADS)]]
+    ]
+    return {"counts": "; ".join(said), "rates": found}
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "offload": {"plan": "offload"},
     "resident": {"plan": "resident"},
@@ -568,7 +581,7 @@ def run_part(name: str, device: str, save: Finish) -> None:
     """Run a part by name.
 
     Args:
-        name: `"machine"`, `"hardware"`, `"smoke"`, or a key of `CASES`.
+        name: `"machine"`, `"hardware"`, `"host beside"`, `"smoke"`, or a key of `CASES`.
         device: `"cuda"` or `"cpu"`.
         save: Called with the result, and with results before the part has ended.
     """
@@ -577,4 +590,4 @@ def run_part(name: str, device: str, save: Finish) -> None:
     elif name == "smoke":
         save(smoke(device, save))
     else:
-        save({"machine": machine, "hardware": hardware}[name](device))
+        save({"machine": machine, "hardware": hardware, "host beside": host_beside}[name](device))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import carry, gpu, gpu_cases, gpu_report, systems, transfers
+from benchmarks import beside, carry, gpu, gpu_cases, gpu_report, systems, transfers
 from benchmarks.gpu import FIRST, PARTS, SECOND, Part, main, run_stage
 from benchmarks.gpu_cases import CASES, Measured
 from lightning_protrain.planner.lanes import Work
@@ -38,7 +38,7 @@ def test_it_refuses_a_device_that_is_not_there(tmp_path: Path) -> None:
 
 def test_every_part_is_known_and_every_case_is_a_part() -> None:
     tests = {part.name for part in PARTS.values() if part.tests}
-    assert PARTS.keys() - tests == CASES.keys() | {"machine", "smoke", "hardware"}
+    assert PARTS.keys() - tests == CASES.keys() | {"machine", "smoke", "hardware", "host beside"}
     assert len(PARTS) == len(FIRST) + len(SECOND)
 
 
@@ -122,6 +122,16 @@ def test_every_case_trains(name: str) -> None:
     found = gpu_cases.train("cpu", CASES[name].tiny())
     assert len(found["measured"]["losses"]) == (gpu_cases.WARM_UP + 1) * CASES[name].tiny().accumulate
     assert name in gpu_report.table_of({name: {"status": "done", "result": found}}, {})
+
+
+def test_the_hosts_step_is_timed_beside_a_loop_by_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "SECONDS", 0.01)
+    found = gpu_cases.host_beside("cpu")
+    assert found["rates"].keys() == beside.OPTIMIZERS.keys()
+    for numbers in found["rates"].values():
+        assert numbers.keys() == {str(number) for number in beside.NUMBERS}
+        assert all(value > 0 for one in numbers.values() for value in one.values())
+    assert "AdamW" in gpu_report.table_of({"host beside": {"status": "done", "result": found}}, {})
 
 
 @pytest.mark.slow
