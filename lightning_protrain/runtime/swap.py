@@ -20,7 +20,7 @@ only for a batch that is larger than all before it. If another size is wanted an
 are freed. The slabs of live graphs and the idle pieces together never take more than the spare bytes.
 
 [Note: Windows]
-Storages travel in batches of an eighth of the planned slab, because each batch costs the host time for fences.
+Storages travel in batches of at least a 64th of the planned slab, because each batch costs the host time for fences.
 A storage that has been swapped out stays on the device until the next call has ended: then the compute stream waits for
 the transfer. When the backward of a call begins, the activations of the call before it are already on their way back,
 and those of later calls are freed. So the activations of at most two neighbouring calls are on the device at one time,
@@ -55,7 +55,7 @@ from lightning_protrain.runtime.access_guard import below_guard
 # The planned slab is this many times as large as the smallest slab that a call grows by.
 GROWTH_STEPS = 8
 # The planned slab is this many times as large as the storages that travel together.
-BATCHES = 8
+BATCHES = 64
 
 _CAUSES = (
     "Either this batch is larger than the one the plan was made with, or is padded and that one was not. Then give "

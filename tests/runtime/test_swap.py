@@ -267,7 +267,7 @@ def test_what_is_saved_again_after_its_graph_has_died_is_copied_once() -> None:
     assert free_bytes(device) == tensor.nbytes
 
 
-def test_an_eighth_of_the_slab_travels_together() -> None:
+def test_small_storages_travel_together() -> None:
     device, numbers = CPUDevice(torch.device("cpu")), dict[str, list[int]](out=[], back=[])
     engine, tensors = ActivationSwap(device, (), print), [torch.full((PAGE,), index) for index in range(5)]
     out, back = device.swap_out, device.swap_in
