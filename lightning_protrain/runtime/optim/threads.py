@@ -3,7 +3,8 @@
 An OpenMP kernel ends at a barrier, so one core that another process delays holds up all cores, and they wait busily.
 So threads take calls from a queue. But each operation ends by taking Python's lock, which the thread that launches
 kernels needs, too. So there are few threads, each computes on several cores, and tiles are as many times as large. They
-compute on no more cores than there are: with 16 computing threads on 15 cores, an H200 was busy for 28 % of a backward.
+compute on no more cores than there are. With eight threads of two cores on 15, an H200 was busy for 28 % of a backward,
+with three of five for 99 %; which of the differences did it was not told apart.
 
 `torch.set_num_threads` also sets the number for threads that start later, and even for the main thread if it has not
 computed yet. So the caller reads its number first, and restores it at the end.
