@@ -30,7 +30,7 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -252,17 +252,17 @@ class Device(ABC):
         """Block the host until all uploads have ended, so that host weights may be written to."""
 
     @abstractmethod
-    def swap_out(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Copy each source (device) to its target (host); return a fence for `wait` and `wait_host`.
+    def swap_out(self, source: Tensor, target: Tensor) -> Any:
+        """Copy `source` (device) to `target` (host); return a fence for `wait` and `wait_host`.
 
-        The caller keeps all tensors until it has waited for the fence. The device does not limit the number of swaps.
+        The caller keeps both tensors until it has waited for the fence. The device does not limit the number of swaps.
         """
 
     @abstractmethod
-    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """Copy each source (host) to its target (device); return a fence for `wait` and `wait_host`.
+    def swap_in(self, source: Tensor, target: Tensor) -> Any:
+        """Copy `source` (host) to `target` (device); return a fence for `wait` and `wait_host`.
 
-        The caller keeps all tensors until it has waited for the fence.
+        The caller keeps both tensors until it has waited for the fence.
         """
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -356,17 +356,15 @@ class CPUDevice(Device):
     def settle(self) -> None:
         return
 
-    def swap_out(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def swap_out(self, source: Tensor, target: Tensor) -> None:
         with self.span("swap_out"):
-            for source, target in copies:
-                target.copy_(source)
-        self.counters.swapped_out_bytes += _total(copies)
+            target.copy_(source)
+        self.counters.swapped_out_bytes += source.nbytes
 
-    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def swap_in(self, source: Tensor, target: Tensor) -> None:
         with self.span("swap_in"):
-            for source, target in copies:
-                target.copy_(source)
-        self.counters.swapped_in_bytes += _total(copies)
+            target.copy_(source)
+        self.counters.swapped_in_bytes += source.nbytes
 
     def free_bytes(self) -> int | None:
         return None
@@ -419,11 +417,6 @@ class StreamDevice(Device):
     @abstractmethod
     def copy(self, stream: Any, source: Tensor, target: Tensor) -> None:
         """Queue a copy on `stream` without blocking the host."""
-
-    def copy_all(self, stream: Any, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Queue copies on `stream`, each from a source to its target."""
-        for source, target in copies:
-            self.copy(stream, source, target)
 
     def record(self, stream: Any) -> Event:
         """Return an event after the work queued on a copying stream."""
@@ -484,13 +477,13 @@ class StreamDevice(Device):
             self._uploads.popleft()
         self._let_go()
 
-    def swap_out(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Event:
-        self.counters.swapped_out_bytes += _total(copies)
-        return self._swap("swap_out", self._out, copies)
+    def swap_out(self, source: Tensor, target: Tensor) -> Event:
+        self.counters.swapped_out_bytes += source.nbytes
+        return self._swap("swap_out", self._out, source, target)
 
-    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Event:
-        self.counters.swapped_in_bytes += _total(copies)
-        return self._swap("swap_in", self._in, copies)
+    def swap_in(self, source: Tensor, target: Tensor) -> Event:
+        self.counters.swapped_in_bytes += source.nbytes
+        return self._swap("swap_in", self._in, source, target)
 
     def mark(self, lane: Lane) -> Any:
         copies = {"upload": self._up, "download": self._down, "swap_out": self._out, "swap_in": self._in}
@@ -520,15 +513,11 @@ class StreamDevice(Device):
                 self.compute_stream().wait_event(self._held[0][0])
             self._held.popleft()
 
-    def _swap(self, lane: Lane, stream: Stream, copies: Sequence[tuple[Tensor, Tensor]]) -> Event:
+    def _swap(self, lane: Lane, stream: Stream, source: Tensor, target: Tensor) -> Event:
         stream.wait_stream(self.compute_stream())
         with self.span(lane):
-            self.copy_all(stream, copies)
+            self.copy(stream, source, target)
         return self.record(stream)
-
-
-def _total(copies: Sequence[tuple[Tensor, Tensor]]) -> int:
-    return sum([source.nbytes for source, _ in copies])
 
 
 def _block(fence: Event | PendingUpload[Event] | None) -> None:
@@ -590,12 +579,8 @@ class CUDADevice(StreamDevice):
         return begin.elapsed_time(end) / 1000
 
     def copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> None:
-        self.copy_all(stream, [(source, target)])
-
-    def copy_all(self, stream: torch.cuda.Stream, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        with torch.cuda.stream(stream):  # Entering it takes longer than a copy.
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
 
     def free_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)

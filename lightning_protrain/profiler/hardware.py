@@ -192,10 +192,10 @@ def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
     with closing(device.new_host_memory()) as memory:
         source, target = (memory.empty_like(pageable).fill_(1) for _ in range(2))
         ways: dict[str, Callable[[], Any]] = {
-            "upload": lambda: device.swap_in([(source, on_device)]),
-            "download": lambda: device.swap_out([(also, target)]),
-            "upload_pageable": lambda: device.swap_in([(pageable, on_device)]),
-            "download_pageable": lambda: device.swap_out([(also, pageable)]),
+            "upload": lambda: device.swap_in(source, on_device),
+            "download": lambda: device.swap_out(also, target),
+            "upload_pageable": lambda: device.swap_in(pageable, on_device),
+            "download_pageable": lambda: device.swap_out(also, pageable),
         }
         rates = {name: sizes.copy / _seconds(copy, device.synchronize) for name, copy in ways.items()}
         for name, other in (("upload", "download"), ("download", "upload")):

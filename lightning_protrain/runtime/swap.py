@@ -20,7 +20,6 @@ only for a batch that is larger than all before it. If another size is wanted an
 are freed. The slabs of live graphs and the idle pieces together never take more than the spare bytes.
 
 [Note: Windows]
-Storages travel in batches of at least a 64th of the planned slab, because each batch costs the host time for fences.
 A storage that has been swapped out stays on the device until the next call has ended: then the compute stream waits for
 the transfer. When the backward of a call begins, the activations of the call before it are already on their way back,
 and those of later calls are freed. So the activations of at most two neighbouring calls are on the device at one time,
@@ -37,8 +36,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -54,8 +51,6 @@ from lightning_protrain.runtime.access_guard import below_guard
 
 # The planned slab is this many times as large as the smallest slab that a call grows by.
 GROWTH_STEPS = 8
-# The planned slab is this many times as large as the storages that travel together.
-BATCHES = 64
 
 _CAUSES = (
     "Either this batch is larger than the one the plan was made with, or is padded and that one was not. Then give "
@@ -230,7 +225,6 @@ class _Call:
     """The swapped activations of one call; it lives as long as any tensor that the call has saved.
 
     While the call runs, `holds` keeps all of them: a tensor that dies at once (a logged value) may be saved again.
-    `waiting` are the last of them, which have not been sent to the host.
     """
 
     swap: ActivationSwap
@@ -238,41 +232,36 @@ class _Call:
     number: int
     slabs: CallSlabs
     stay: frozenset[int]
-    batch_bytes: int
     least_bytes: int
     # By storage and version, in the order of saving.
     stored: dict[tuple[int, int], weakref.ref[_Stored]] = field(default_factory=dict)
     holds: list[_Stored] = field(default_factory=list)
-    waiting: list[_Stored] = field(default_factory=list)
-    waiting_bytes: int = 0
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class _Stored:
-    """A storage of a call: in a slab, and temporarily on the device too, see [Note: Windows].
-
-    Storages of the same `batch` travel together.
-    """
+    """A storage of a call: in a slab, and temporarily on the device too, see [Note: Windows]."""
 
     call: _Call
     slab: Slab
     host: Tensor
     device: Tensor | None
-    batch: int = 0
     arrival: _Transfer | None = None
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class _Transfer:
-    """A batch that the compute stream has not waited for yet, with the tensors that must live until then."""
+    """A transfer that the compute stream has not waited for yet, with the tensors that must live until then."""
 
     number: int
+    order: int
     fence: Any
-    copies: list[tuple[Tensor, Tensor]]
-    stored: list[weakref.ref[_Stored]]
+    device: Tensor
+    host: Tensor
+    stored: weakref.ref[_Stored]
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class _Packed:
     """A stand-in for a saved tensor: the tensor itself, or what is needed to rebuild it from a storage.
 
@@ -311,9 +300,9 @@ class ActivationSwap:
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._given: dict[int, StorageWeakRef] = {}  # Live inputs of all calls.
         self._running: list[_Call] = []
-        self._num_batches = 0
+        self._issued = 0
         self._leaving: list[_Transfer] = []
-        self._arriving: list[_Transfer] = []
+        self._arriving: dict[int, _Transfer] = {}
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         # PyTorch never frees these functions, so they must not keep the swap alive.
         self._hooks = (functools.partial(_pack, weakref.ref(self)), _unpack)
@@ -342,50 +331,45 @@ class ActivationSwap:
         Raises:
             RuntimeError: The call saves more than planned, and more than the host can spare.
         """
-        earlier = tuple(self._leaving)
+        begin = self._issued
         if swap_bytes:
             self._slabs.cool()
             with below_guard():  # Finding the storages of weights need not wait for their steps.
                 tables = [table for part in modules_in(module) for table in (part._parameters, part._buffers) if table]
                 weights = [weight for table in tables for weight in table.values() if weight is not None]
                 unmoved = stay.union([key for key, _ in _storages(weights)])
-            slabs, batch_bytes = CallSlabs(self._slabs, name, swap_bytes), swap_bytes // BATCHES
-            least_bytes = least_swapped(swap_bytes)
-            self._running.append(_Call(self, name, number, slabs, unmoved, batch_bytes, least_bytes))
+            slabs, least_bytes = CallSlabs(self._slabs, name, swap_bytes), least_swapped(swap_bytes)
+            self._running.append(_Call(self, name, number, slabs, unmoved, least_bytes))
             try:
                 with torch.autograd.graph.saved_tensors_hooks(*self._hooks):
                     yield
                 self._running[-1].slabs.tell_growth()
             finally:
-                call = self._running.pop()
-                self._send(call)
-                call.holds.clear()
+                self._running.pop().holds.clear()
         else:
             yield
-        self._leave([transfer for transfer in earlier if transfer in self._leaving])
+        self._leave(transfer for transfer in self._leaving if transfer.order < begin)
 
     def before_backward(self, number: int, following: int | None, end: int) -> None:
         """Begin the backward of call `number`; `following` runs next; calls from `end` on have finished."""
-        self._leave([transfer for transfer in self._leaving if transfer.number not in (number, following)])
+        self._leave(transfer for transfer in self._leaving if transfer.number not in (number, following))
         for later, call in list(self._calls.items()):
             if later >= end:
                 self._forget(call)
         for wanted in (number, following):
             call_of = self._calls.get(wanted) if wanted is not None else None
-            if call_of is not None:
-                self._fetch(_alive(call_of)[::-1])
+            for stored in reversed(_alive(call_of)) if call_of is not None else ():
+                self._fetch(stored)
 
     def settle(self) -> None:
         """Free all swapped activations on the device, after the compute stream has waited for their transfers.
 
         The host does not wait here; it waits before a slab is given to another call.
         """
-        for call in self._running:
-            self._send(call)
         self._leave(self._leaving)
         for call in list(self._calls.values()):
             self._forget(call)
-        for transfer in list(self._arriving):
+        for transfer in list(self._arriving.values()):
             self._give_up(transfer)
         self._slabs.cool(wait=False)
 
@@ -402,9 +386,9 @@ class ActivationSwap:
             RuntimeError: The storage fits neither the block's planned memory nor the spare host memory.
         """
         call = self._running[-1]
+        # With its history, a tensor saved by its own node would keep that node, and so itself, alive for ever.
+        probe = tensor if tensor.grad_fn is None else tensor.detach()
         if not self._is_swapped(tensor, call):
-            # With its history, a tensor saved by its own node would keep that node, and so itself, alive for ever.
-            probe = tensor if tensor.grad_fn is None else tensor.detach()
             return _Packed(call.name, probe, probe._version)
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
@@ -413,6 +397,7 @@ class ActivationSwap:
         if stored is None or stored.device is None:
             stored = self._store(call, storage)
             call.stored[key] = weakref.ref(stored)
+            call.holds.append(stored)
         probe = tensor.detach()
         probe.data = self._nothing
         shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
@@ -432,78 +417,57 @@ class ActivationSwap:
         return known is None or known.expired()
 
     def _store(self, call: _Call, storage: torch.UntypedStorage) -> _Stored:
-        """Give `storage` a place in a slab of `call`, and issue the transfer if the batch is large enough."""
+        """Issue the transfer of `storage` to a slab of `call`."""
         nbytes = storage.nbytes()
         slab, host = call.slabs.reserve(nbytes)
         self._calls[call.number] = call
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
-        stored = _Stored(call, slab, host, source, self._num_batches)
-        call.holds.append(stored)
-        call.waiting.append(stored)
-        call.waiting_bytes += nbytes
-        if call.waiting_bytes >= call.batch_bytes:
-            self._send(call)
+        stored = _Stored(call, slab, host, source)
+        slab.fence = self._device.swap_out(source, host)
+        self._leaving.append(_Transfer(call.number, self._issued, slab.fence, source, host, weakref.ref(stored)))
+        self._issued += 1
         return stored
-
-    def _send(self, call: _Call) -> None:
-        """Issue the transfer of what waits for it."""
-        sent, call.waiting, call.waiting_bytes = call.waiting, [], 0
-        if not sent:
-            return
-        copies = [(stored.device, stored.host) for stored in sent if stored.device is not None]
-        fence = self._device.swap_out(copies)
-        for stored in sent:
-            stored.slab.fence = fence
-        self._leaving.append(_Transfer(call.number, fence, copies, list(map(weakref.ref, sent))))
-        self._num_batches += 1
 
     # --- bringing back ----------------------------------------------------------------------------------------------
 
     def bring(self, stored: _Stored) -> Tensor:
         """Return the bytes of `stored` on the device, ready for the compute stream."""
-        if stored.device is None:
-            self._fetch([stored])
+        self._fetch(stored)
         if stored.arrival is not None:
-            self._arrive(stored.arrival)
+            self._device.wait(stored.arrival.fence)
+            del self._arriving[stored.arrival.order]
+            stored.arrival = None
         assert stored.device is not None
         return stored.device
 
-    def _fetch(self, wanted: list[_Stored]) -> None:
-        """Issue the transfers back to the device of all storages of one call that are not there."""
-        gone = [stored for stored in wanted if stored.device is None]
-        for _, batch in groupby(gone, attrgetter("batch")):
-            fetched = list(batch)
-            copies = [(stored.host, self._room(stored.host.nbytes)) for stored in fetched]
-            fence = self._device.swap_in(copies)
-            transfer = _Transfer(fetched[0].call.number, fence, copies, list(map(weakref.ref, fetched)))
-            for stored, (_, target) in zip(fetched, copies, strict=True):
-                stored.device, stored.arrival, stored.slab.fence = target, transfer, fence
-            self._arriving.append(transfer)
-
-    def _room(self, nbytes: int) -> Tensor:
-        """Return new device memory."""
+    def _fetch(self, stored: _Stored) -> None:
+        """Issue the transfer back to the device, unless the storage is there."""
+        if stored.device is not None:
+            return
         storage = torch.UntypedStorage(0, device=self._device.torch_device)
+        nbytes = stored.host.nbytes
         self._device.resize(storage, nbytes)
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
-
-    def _arrive(self, transfer: _Transfer) -> None:
-        """Make the compute stream wait for a transfer to the device."""
-        self._device.wait(transfer.fence)
-        self._arriving.remove(transfer)
-        for stored in _those_of(transfer.stored):
-            stored.arrival = None
+        target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
+        fence = stored.slab.fence = self._device.swap_in(stored.host, target)
+        transfer = _Transfer(stored.call.number, self._issued, fence, target, stored.host, weakref.ref(stored))
+        stored.device, stored.arrival = target, transfer
+        self._arriving[transfer.order] = transfer
+        self._issued += 1
 
     # --- letting go -------------------------------------------------------------------------------------------------
 
-    def _leave(self, leaving: list[_Transfer]) -> None:
+    def _leave(self, transfers: Iterable[_Transfer]) -> None:
         """Free the sources of transfers to the host, once the compute stream has waited for the transfers."""
+        leaving = list(transfers)
         if not leaving:
             return
         self._device.wait(leaving[-1].fence)  # Transfers run in order, so the last one ends last.
         for transfer in leaving:
-            for stored in _those_of(transfer.stored):
+            stored = transfer.stored()
+            if stored is not None and stored.device is transfer.device:
                 stored.device = None
-        self._leaving = [transfer for transfer in self._leaving if transfer not in leaving]
+        gone = set(leaving)
+        self._leaving = [transfer for transfer in self._leaving if transfer not in gone]
 
     def _forget(self, call: _Call) -> None:
         """Free the storages that have been swapped in; later uses swap them in again."""
@@ -513,12 +477,13 @@ class ActivationSwap:
             stored.device = None
 
     def _give_up(self, transfer: _Transfer) -> None:
-        """Free storages that were swapped in and not used; autograd holds no view of them."""
-        self._arrive(transfer)
-        for _, target in transfer.copies:
-            self._device.resize(target.untyped_storage(), 0)
-        for stored in _those_of(transfer.stored):
-            stored.device = None
+        """Free a storage that was swapped in and not used; autograd holds no view of it."""
+        self._device.wait(transfer.fence)
+        self._device.resize(transfer.device.untyped_storage(), 0)
+        del self._arriving[transfer.order]
+        stored = transfer.stored()
+        if stored is not None:
+            stored.device = stored.arrival = None
 
 
 def _pack(swap: weakref.ref[ActivationSwap], tensor: Tensor) -> _Packed:
@@ -547,11 +512,7 @@ def _unpack(packed: _Packed) -> Tensor:
 
 
 def _alive(call: _Call) -> list[_Stored]:
-    return _those_of(call.stored.values())
-
-
-def _those_of(references: Iterable[weakref.ref[_Stored]]) -> list[_Stored]:
-    return [stored for reference in references if (stored := reference()) is not None]
+    return [stored for reference in call.stored.values() if (stored := reference()) is not None]
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:

@@ -30,9 +30,9 @@ def test_copies_are_counted_to_the_byte() -> None:
     device.settle()
     assert device.counters == TransferCounters(uploaded_bytes=40, downloaded_bytes=12)
     for copy in (device.swap_out, device.swap_in):
-        device.wait(copy([(3 * source[:5], target[:5])]))
+        device.wait(copy(3 * source[:5], target[:5]))
         assert torch.equal(target[:5], 3 * source[:5])
-        device.wait_host(copy([(source[:1], target[:1])]))
+        device.wait_host(copy(source[:1], target[:1]))
     expected = TransferCounters(uploaded_bytes=40, downloaded_bytes=12, swapped_out_bytes=24, swapped_in_bytes=24)
     assert device.counters == expected
 
@@ -129,7 +129,7 @@ def test_copies_wait_for_what_has_been_computed() -> None:
 
 def test_swaps_have_streams_of_their_own() -> None:
     device = LateDevice()
-    out, back = (copy([(torch.zeros(1), torch.zeros(1))] * 2) for copy in (device.swap_out, device.swap_in))
+    out, back = (copy(torch.zeros(1), torch.zeros(1)) for copy in (device.swap_out, device.swap_in))
     assert device._out.events == device._in.events == [device.computing]
     assert (device._out.recorded, device._in.recorded) == ([out], [back])
     assert device._up.events == device._down.events == device.computing.events == []
@@ -143,10 +143,8 @@ def test_swaps_have_streams_of_their_own() -> None:
 
 def test_synchronizing_waits_for_every_stream() -> None:
     device = LateDevice()
-    for copy in (device.upload, device.download):
+    for copy in (device.upload, device.download, device.swap_out, device.swap_in):
         copy(torch.zeros(1), torch.zeros(1))
-    for swap in (device.swap_out, device.swap_in):
-        swap([(torch.zeros(1), torch.zeros(1))])
     device.synchronize()
     streams = (device._up, device._down, device._out, device._in, device.computing)
     assert all(stream.recorded[-1].query() for stream in streams)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -83,15 +83,13 @@ class Counting(CPUDevice):
         self.peak = max(self.peak, live)
         return live
 
-    def swap_out(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for source, _ in copies:
-            self.count(None if source.untyped_storage()._cdata in self.others else source)
-        super().swap_out(copies)
+    def swap_out(self, source: Tensor, target: Tensor) -> None:
+        self.count(None if source.untyped_storage()._cdata in self.others else source)
+        super().swap_out(source, target)
 
-    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for _, target in copies:
-            self.count(target)
-        super().swap_in(copies)
+    def swap_in(self, source: Tensor, target: Tensor) -> None:
+        self.count(target)
+        super().swap_in(source, target)
 
 
 def free_bytes(device: Device) -> int:

@@ -362,7 +362,7 @@ def test_groups_of_a_chunk_step_as_each_of_them_says(host: HostStep) -> None:
 
 @pytest.mark.parametrize("cores", range(1, 130, 3))
 def test_threads_compute_on_no_more_cores_than_there_are(cores: int) -> None:
-    """More would delay the thread that launches kernels: an H200 waited for it for most of a backward."""
+    """With 16 computing threads on 15 cores, the thread that launches kernels was late for most of a backward."""
     seen: list[int] = []
     threads = StepThreads(cores)
     with closing(threads):

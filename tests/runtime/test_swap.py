@@ -16,9 +16,8 @@ from lightning_protrain.device.device import CPUDevice, StreamDevice
 from lightning_protrain.device.host import PAGE
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.profiler.records import least_swapped
-from lightning_protrain.runtime import swap
 from lightning_protrain.runtime.step_context import StepContext
-from lightning_protrain.runtime.swap import BATCHES, ActivationSwap, CallSlabs, Slab, SlabPool
+from lightning_protrain.runtime.swap import ActivationSwap, CallSlabs, Slab, SlabPool
 from tests.runtime.applied import WIDTH, Block, Net, applied, assert_parity, assert_same, batches, mean_square, train
 from tests.runtime.cases import CASES
 from tests.runtime.swapped import AS_PLANNED, PLANS, SLAB, Counting, engine_of, free_bytes, plans, small
@@ -267,34 +266,6 @@ def test_what_is_saved_again_after_its_graph_has_died_is_copied_once() -> None:
     assert free_bytes(device) == tensor.nbytes
 
 
-def test_small_storages_travel_together() -> None:
-    device, numbers = CPUDevice(torch.device("cpu")), dict[str, list[int]](out=[], back=[])
-    engine, tensors = ActivationSwap(device, (), print), [torch.full((PAGE,), index) for index in range(5)]
-    out, back = device.swap_out, device.swap_in
-    device.swap_out = lambda copies: numbers["out"].append(len(copies)) or out(copies)
-    device.swap_in = lambda copies: numbers["back"].append(len(copies)) or back(copies)
-    with engine.call("block", nn.Module(), 0, 2 * BATCHES * tensors[0].nbytes):
-        loss = Saving.apply(torch.ones((), requires_grad=True), *tensors)
-    engine.settle()
-    engine.before_backward(0, None, 1)
-    loss.backward()
-    assert numbers == {"out": [2, 2, 1], "back": [1, 2, 2]}
-    assert all(torch.equal(one, other) for one, other in zip(Saving.seen, tensors, strict=True))
-    Saving.seen = ()
-
-
-def test_what_has_not_been_sent_survives_the_end_of_a_backward_inside_of_the_call() -> None:
-    device, tensor = CPUDevice(torch.device("cpu")), torch.ones(64, 64)
-    engine = ActivationSwap(device, (), print)
-    with engine.call("block", nn.Module(), 0, 1 << 20):
-        out = Saving.apply(torch.ones((), requires_grad=True), tensor)
-        engine.settle()
-    assert device.counters.swapped_out_bytes == tensor.nbytes
-    out.backward()
-    assert torch.equal(Saving.seen[0], tensor)
-    Saving.seen = ()
-
-
 def test_a_change_between_two_saves_is_copied_again() -> None:
     device = CPUDevice(torch.device("cpu"))
     engine, tensor = ActivationSwap(device, (), print), torch.ones(64, 64)
@@ -309,23 +280,21 @@ def test_a_change_between_two_saves_is_copied_again() -> None:
     Saving.seen = ()
 
 
-def out_without_waiting(self: StreamDevice, copies: Any) -> Any:
-    self.copy_all(self._out, copies)
+def out_without_waiting(self: StreamDevice, source: Tensor, target: Tensor) -> Any:
+    self.copy(self._out, source, target)
     return self._out.record_event()
 
 
-def in_without_waiting(self: StreamDevice, copies: Any) -> Any:
-    self.copy_all(self._in, copies)
+def in_without_waiting(self: StreamDevice, source: Tensor, target: Tensor) -> Any:
+    self.copy(self._in, source, target)
     return self._in.record_event()
 
 
-def send_without_holding(self: ActivationSwap, call: Any) -> None:
-    sent = call.waiting
-    SEND(self, call)
-    if sent:
-        self._leaving.pop()
-    for stored in sent:
-        stored.device = None
+def store_without_holding(self: ActivationSwap, call: Any, storage: torch.UntypedStorage) -> Any:
+    stored = STORE(self, call, storage)
+    self._leaving.pop()
+    stored.device = None
+    return stored
 
 
 def unfenced(name: str) -> Callable[..., Any]:
@@ -342,11 +311,11 @@ def unfenced(name: str) -> Callable[..., Any]:
     return without
 
 
-SEND = ActivationSwap._send
+STORE = ActivationSwap._store
 FENCES: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "7: a swap-out that does not wait for compute": (StreamDevice, "swap_out", out_without_waiting),
     "8: a source that is freed while it is copied": (ActivationSwap, "_leave", unfenced("_leave")),
-    "8: a source that nobody holds": (ActivationSwap, "_send", send_without_holding),
+    "8: a source that nobody holds": (ActivationSwap, "_store", store_without_holding),
     "9: a swap-in that does not wait for compute": (StreamDevice, "swap_in", in_without_waiting),
     "10: a use that does not wait for the swap-in": (ActivationSwap, "bring", unfenced("bring")),
     "10: memory freed while it is filled": (ActivationSwap, "_give_up", unfenced("_give_up")),
@@ -416,7 +385,6 @@ TAKE_BACK = SlabPool.take_back
 
 @small
 def test_what_a_call_has_grown_by_is_fenced_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap, "BATCHES", PAGE)  # Each slab has a transfer of its own.
     monkeypatch.setattr(SlabPool, "take_back", first_slab_alone)
     use_every_fence()
     with pytest.raises(RaceError):
