@@ -275,10 +275,7 @@ def sentence(found: Results) -> str:
 
 
 # Rates of a hardware profile that dry runs take over: those of the GPU and its link.
-_RATES = (
-    *("upload", "download", "upload_beside", "download_beside", "upload_pageable", "download_pageable"),
-    *("memory", "device_step"),
-)
+_RATES = ("upload", "download", "upload_beside", "download_beside", "memory", "device_step")
 
 
 def calibrate(found: Results) -> dict[str, Any]:

@@ -50,7 +50,7 @@ WANTED = (0.95, 1.0)
 ADAMW_STATE_BYTES = 8.0
 KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
 CPU = HardwareProfile(
-    "CPU", *(1.0,) * 6, flops={"float32": 1.0}, memory=1.0, device_step=1.0, host_step=1.0, host_memory=1.0,
+    "CPU", *(1.0,) * 4, flops={"float32": 1.0}, memory=1.0, device_step=1.0, host_step=1.0, host_memory=1.0,
     device_bytes=1, host_bytes=1, asynchronous=False,
 )  # fmt: skip
 # Plans by name: functions that return whether chunk i of n is resident, and the policy of block i.

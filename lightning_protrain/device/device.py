@@ -30,7 +30,7 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -252,17 +252,21 @@ class Device(ABC):
         """Block the host until all uploads have ended, so that host weights may be written to."""
 
     @abstractmethod
-    def swap_out(self, source: Tensor, target: Tensor) -> Any:
-        """Copy `source` (device) to `target` (host); return a fence for `wait` and `wait_host`.
+    def swap_out(self, source: Tensor, target: Tensor) -> None:
+        """Copy `source` (device) to `target` (host).
 
-        The caller keeps both tensors until it has waited for the fence. The device does not limit the number of swaps.
+        The caller keeps both tensors until it has waited for a later `after_swaps`. There may be any number of swaps.
         """
 
-    @abstractmethod
-    def swap_in(self, source: Tensor, target: Tensor) -> Any:
-        """Copy `source` (host) to `target` (device); return a fence for `wait` and `wait_host`.
+    def after_swaps(self) -> Any:
+        """Return a fence for `wait` and `wait_host`, after all swaps to the host issued so far."""
+        return None
 
-        The caller keeps both tensors until it has waited for the fence.
+    @abstractmethod
+    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Any]:
+        """Copy each source (host) to its target (device), in order; return a fence for `wait` and `wait_host` for each.
+
+        The caller keeps the tensors until it has waited for the fence.
         """
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -361,10 +365,12 @@ class CPUDevice(Device):
             target.copy_(source)
         self.counters.swapped_out_bytes += source.nbytes
 
-    def swap_in(self, source: Tensor, target: Tensor) -> None:
-        with self.span("swap_in"):
-            target.copy_(source)
-        self.counters.swapped_in_bytes += source.nbytes
+    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Sequence[None]:
+        for source, target in copies:
+            with self.span("swap_in"):
+                target.copy_(source)
+            self.counters.swapped_in_bytes += source.nbytes
+        return [None] * len(copies)
 
     def free_bytes(self) -> int | None:
         return None
@@ -465,8 +471,8 @@ class StreamDevice(Device):
         _block(fence)
         self.counters.waited_seconds += time.perf_counter() - began
 
-    def has_ended(self, fence: Event) -> bool:
-        return fence.query()
+    def has_ended(self, fence: Event | None) -> bool:
+        return fence is None or fence.query()
 
     def after_downloads(self) -> Event:
         return self.record(self._down)
@@ -477,13 +483,25 @@ class StreamDevice(Device):
             self._uploads.popleft()
         self._let_go()
 
-    def swap_out(self, source: Tensor, target: Tensor) -> Event:
+    def swap_out(self, source: Tensor, target: Tensor) -> None:
         self.counters.swapped_out_bytes += source.nbytes
-        return self._swap("swap_out", self._out, source, target)
+        self._out.wait_stream(self.compute_stream())
+        with self.span("swap_out"):
+            self.copy(self._out, source, target)
 
-    def swap_in(self, source: Tensor, target: Tensor) -> Event:
-        self.counters.swapped_in_bytes += source.nbytes
-        return self._swap("swap_in", self._in, source, target)
+    def after_swaps(self) -> Event:
+        return self.record(self._out)
+
+    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Event]:
+        fences = []
+        if copies:
+            self._in.wait_stream(self.compute_stream())
+        for source, target in copies:
+            with self.span("swap_in"):
+                self.copy(self._in, source, target)
+            self.counters.swapped_in_bytes += source.nbytes
+            fences.append(self.record(self._in))
+        return fences
 
     def mark(self, lane: Lane) -> Any:
         copies = {"upload": self._up, "download": self._down, "swap_out": self._out, "swap_in": self._in}
@@ -512,12 +530,6 @@ class StreamDevice(Device):
             with self.span("stall"):
                 self.compute_stream().wait_event(self._held[0][0])
             self._held.popleft()
-
-    def _swap(self, lane: Lane, stream: Stream, source: Tensor, target: Tensor) -> Event:
-        stream.wait_stream(self.compute_stream())
-        with self.span(lane):
-            self.copy(stream, source, target)
-        return self.record(stream)
 
 
 def _block(fence: Event | PendingUpload[Event] | None) -> None:

@@ -38,7 +38,7 @@ from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, Mo
 # Fraction of the free device memory for everything, if activations are known: NCCL and kernels allocate memory later.
 SHARE_OF_DEVICE = 0.92
 # The memory model reads only one property of the hardware: whether copies run beside computation.
-_DEVICE = HardwareProfile("any", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1)
+_DEVICE = HardwareProfile("any", *(1.0,) * 4, {"float32": 1.0}, *(1.0,) * 4, 1, 1)
 
 
 class FSDPTooLarge(ValueError):

@@ -38,9 +38,8 @@ LANE_BYTES = {3: 8e9 * 128 / 130 / 8, 4: 16e9 * 128 / 130 / 8, 5: 32e9 * 128 / 1
 # (https://forums.developer.nvidia.com/t/352186) and 55.6 of 63 GB/s on a link of generation 5
 # (https://developer.nvidia.com/blog/?p=115566); this is the lower fraction.
 LINK_EFFICIENCY = 0.79
-# Fraction of a copy's rate while copies run in the other direction, and if host memory is not page-locked, so that the
-# driver copies the data twice. Our estimates, which vary between machines.
-BESIDE_EFFICIENCY, PAGEABLE_EFFICIENCY = 0.80, 0.40
+# Fraction of a copy's rate while copies run in the other direction. Our estimate, which varies between machines.
+BESIDE_EFFICIENCY = 0.80
 # Memory bandwidth of the host, bytes per second: per core, and at most. Our estimates, for hosts from 2
 # memory channels with 8 to 16 cores to 8 channels with 64 cores.
 HOST_BYTES_PER_CORE, HOST_BYTES_MOST = 4e9, 200e9
@@ -207,8 +206,6 @@ def gpu(name: str, host_bytes: int, cores: int) -> HardwareProfile:
         download=sheet.link,
         upload_beside=sheet.link * BESIDE_EFFICIENCY,
         download_beside=sheet.link * BESIDE_EFFICIENCY,
-        upload_pageable=sheet.link * PAGEABLE_EFFICIENCY,
-        download_pageable=sheet.link * PAGEABLE_EFFICIENCY,
         flops=sheet.flops(),
         memory=memory,
         device_step=memory / STEP_BYTES,

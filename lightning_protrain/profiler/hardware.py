@@ -185,17 +185,17 @@ def locks_memory(device: Device) -> bool:
 
 def _copy_rates(device: Device, sizes: _ProbeSizes) -> dict[str, float]:
     """Return the rates of copies in bytes per second, by field of HardwareProfile."""
-    on_device, also, pageable = (
-        torch.full((sizes.copy,), 1, dtype=torch.uint8, device=place)
-        for place in (device.torch_device, device.torch_device, "cpu")
-    )
+    on_device, also = (torch.full((sizes.copy,), 1, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
     with closing(device.new_host_memory()) as memory:
-        source, target = (memory.empty_like(pageable).fill_(1) for _ in range(2))
+        source, target = (memory.empty_like(on_device.cpu()).fill_(1) for _ in range(2))
+
+        def download() -> Any:
+            device.swap_out(also, target)
+            return device.after_swaps()
+
         ways: dict[str, Callable[[], Any]] = {
-            "upload": lambda: device.swap_in(source, on_device),
-            "download": lambda: device.swap_out(also, target),
-            "upload_pageable": lambda: device.swap_in(pageable, on_device),
-            "download_pageable": lambda: device.swap_out(also, pageable),
+            "upload": lambda: device.swap_in([(source, on_device)])[0],
+            "download": download,
         }
         rates = {name: sizes.copy / _seconds(copy, device.synchronize) for name, copy in ways.items()}
         for name, other in (("upload", "download"), ("download", "upload")):
@@ -291,7 +291,7 @@ def _seconds(work: Callable[[], object], finish: Callable[[], None]) -> float:
     return best
 
 
-FORMAT = 1
+FORMAT = 2
 # Maximum size of a file; usual files have about two thousand characters.
 MOST_CHARACTERS = 1 << 16
 

@@ -403,7 +403,7 @@ def castable(profile: ModelProfile, dtype: str) -> frozenset[str]:
     )
 
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -416,8 +416,6 @@ class HardwareProfile:
         download: Bytes per second from the device to page-locked host memory.
         upload_beside: Bytes per second of uploads while downloads run.
         download_beside: Bytes per second of downloads while uploads run.
-        upload_pageable: Bytes per second from host memory that is not page-locked.
-        download_pageable: Bytes per second to host memory that is not page-locked.
         flops: FLOP/s of matrix products, by name of the dtype without `torch.`.
         memory: Memory bandwidth of the device, bytes per second read and written.
         device_step: Elements per second of an optimizer step on the device.
@@ -439,8 +437,6 @@ class HardwareProfile:
     download: float
     upload_beside: float
     download_beside: float
-    upload_pageable: float
-    download_pageable: float
     flops: Mapping[str, float]
     memory: float
     device_step: float

@@ -61,10 +61,17 @@ _CAUSES = (
 
 @dataclass(eq=False)
 class Slab:
-    """A piece of the host memory of one call; `fence` is that of the latest transfer from or to it."""
+    """A piece of the host memory of one call."""
 
     memory: Tensor
     used: int = 0
+
+
+@dataclass(eq=False)
+class Slabs:
+    """All host memory of one call; `fence` is that of the latest transfers from or to it."""
+
+    taken: list[Slab] = field(default_factory=list)
     fence: Any = None
 
 
@@ -92,7 +99,7 @@ class SlabPool:
         self._device = device
         self._limit = spare_bytes
         self._pieces: list[_Piece] = []
-        self._cooling: deque[Slab] = deque()
+        self._cooling: deque[Slabs] = deque()
 
     @property
     def grown_bytes(self) -> int:
@@ -141,15 +148,15 @@ class SlabPool:
         piece.memory.close()
         self._pieces.remove(piece)
 
-    def take_back(self, slab: Slab, owner: object) -> None:
-        """Have `slab` returned to the pool when `owner` has died and its transfers have ended."""
-        weakref.finalize(owner, self._cooling.append, slab).atexit = False
+    def take_back(self, slabs: Slabs, owner: object) -> None:
+        """Have slabs returned to the pool when `owner` has died and their transfers have ended."""
+        weakref.finalize(owner, self._cooling.append, slabs).atexit = False
 
     def cool(self, wait: bool = True) -> None:
         """Return the host memory of dead graphs.
 
         Args:
-            wait: Whether the host waits for the last transfer of each slab; else slabs in transfer stay.
+            wait: Whether the host waits for the last transfers; else slabs in transfer stay.
         """
         while self._cooling and (wait or self._device.has_ended(self._cooling[0].fence)):
             self._device.wait_host(self._cooling[0].fence)
@@ -170,28 +177,32 @@ class CallSlabs:
         self._name = name
         self._planned_bytes = planned_bytes
         self._has_planned = False
-        self._slabs: list[Slab] = []
+        self._slabs = Slabs()
+        pool.take_back(self._slabs, self)
 
     @property
     def used_bytes(self) -> int:
         """Used size of all slabs, in whole pages, bytes."""
-        return sum(slab.used for slab in self._slabs)
+        return sum(slab.used for slab in self._slabs.taken)
 
-    def reserve(self, nbytes: int) -> tuple[Slab, Tensor]:
-        """Return `nbytes` of memory and the slab it belongs to, whose fence the caller sets.
+    def reserve(self, nbytes: int) -> Tensor:
+        """Return memory of `nbytes`.
 
         Raises:
             RuntimeError: The bytes fit neither the plan nor the spare host memory.
         """
         size = -(-nbytes // PAGE) * PAGE
-        slab = next((slab for slab in self._slabs if slab.used + size <= slab.memory.nbytes), None)
+        slab = next((slab for slab in self._slabs.taken if slab.used + size <= slab.memory.nbytes), None)
         if slab is None:
             slab = self._another(size)
-            self._slabs.append(slab)
-            self._pool.take_back(slab, self)
+            self._slabs.taken.append(slab)
         memory = slab.memory[slab.used : slab.used + nbytes]
         slab.used += size
-        return slab, memory
+        return memory
+
+    def note_fence(self, fence: Any) -> None:
+        """Note the fence of the latest transfers from or to the memory."""
+        self._slabs.fence = fence
 
     def tell_growth(self) -> None:
         """Log that this call has grown beyond the plan, once for all calls of the pool."""
@@ -224,7 +235,7 @@ class CallSlabs:
 class _Call:
     """The swapped activations of one call; it lives as long as any tensor that the call has saved.
 
-    While the call runs, `holds` keeps all of them: a tensor that dies at once (a logged value) may be saved again.
+    `holds` keeps what has no fence yet, with its source: a tensor that dies at once (a logged value) may come again.
     """
 
     swap: ActivationSwap
@@ -235,7 +246,7 @@ class _Call:
     least_bytes: int
     # By storage and version, in the order of saving.
     stored: dict[tuple[int, int], weakref.ref[_Stored]] = field(default_factory=dict)
-    holds: list[_Stored] = field(default_factory=list)
+    holds: list[tuple[_Stored, Tensor]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -243,18 +254,24 @@ class _Stored:
     """A storage of a call: in a slab, and temporarily on the device too, see [Note: Windows]."""
 
     call: _Call
-    slab: Slab
     host: Tensor
     device: Tensor | None
-    arrival: _Transfer | None = None
+    arrival: _Arrival | None = None
 
 
 @dataclass(eq=False)
-class _Transfer:
-    """A transfer that the compute stream has not waited for yet, with the tensors that must live until then."""
+class _Departure:
+    """Storages on their way to the host, and the tensors that must live until the compute stream has waited."""
 
     number: int
-    order: int
+    fence: Any
+    sources: list[tuple[weakref.ref[_Stored], Tensor, Tensor]]
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A storage on its way to the device, and the tensors that must live until the compute stream has waited."""
+
     fence: Any
     device: Tensor
     host: Tensor
@@ -300,9 +317,8 @@ class ActivationSwap:
         self._calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
         self._given: dict[int, StorageWeakRef] = {}  # Live inputs of all calls.
         self._running: list[_Call] = []
-        self._issued = 0
-        self._leaving: list[_Transfer] = []
-        self._arriving: dict[int, _Transfer] = {}
+        self._leaving: list[_Departure] = []
+        self._arriving: dict[_Arrival, None] = {}  # In the order of their transfers.
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
         # PyTorch never frees these functions, so they must not keep the swap alive.
         self._hooks = (functools.partial(_pack, weakref.ref(self)), _unpack)
@@ -331,7 +347,7 @@ class ActivationSwap:
         Raises:
             RuntimeError: The call saves more than planned, and more than the host can spare.
         """
-        begin = self._issued
+        earlier = list(self._leaving)
         if swap_bytes:
             self._slabs.cool()
             with below_guard():  # Finding the storages of weights need not wait for their steps.
@@ -345,32 +361,35 @@ class ActivationSwap:
                     yield
                 self._running[-1].slabs.tell_growth()
             finally:
-                self._running.pop().holds.clear()
+                self._depart(self._running.pop())
         else:
             yield
-        self._leave(transfer for transfer in self._leaving if transfer.order < begin)
+        self._leave(departure for departure in self._leaving if departure in earlier)
 
     def before_backward(self, number: int, following: int | None, end: int) -> None:
         """Begin the backward of call `number`; `following` runs next; calls from `end` on have finished."""
-        self._leave(transfer for transfer in self._leaving if transfer.number not in (number, following))
+        for call in self._running:
+            self._depart(call)
+        self._leave(departure for departure in self._leaving if departure.number not in (number, following))
         for later, call in list(self._calls.items()):
             if later >= end:
                 self._forget(call)
         for wanted in (number, following):
             call_of = self._calls.get(wanted) if wanted is not None else None
-            for stored in reversed(_alive(call_of)) if call_of is not None else ():
-                self._fetch(stored)
+            self._fetch(*reversed(_alive(call_of)) if call_of is not None else ())
 
     def settle(self) -> None:
         """Free all swapped activations on the device, after the compute stream has waited for their transfers.
 
         The host does not wait here; it waits before a slab is given to another call.
         """
+        for call in self._running:
+            self._depart(call)
         self._leave(self._leaving)
         for call in list(self._calls.values()):
             self._forget(call)
-        for transfer in list(self._arriving.values()):
-            self._give_up(transfer)
+        for arrival in list(self._arriving):
+            self._give_up(arrival)
         self._slabs.cool(wait=False)
 
     def close(self) -> None:
@@ -397,7 +416,6 @@ class ActivationSwap:
         if stored is None or stored.device is None:
             stored = self._store(call, storage)
             call.stored[key] = weakref.ref(stored)
-            call.holds.append(stored)
         probe = tensor.detach()
         probe.data = self._nothing
         shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
@@ -419,14 +437,23 @@ class ActivationSwap:
     def _store(self, call: _Call, storage: torch.UntypedStorage) -> _Stored:
         """Issue the transfer of `storage` to a slab of `call`."""
         nbytes = storage.nbytes()
-        slab, host = call.slabs.reserve(nbytes)
+        host = call.slabs.reserve(nbytes)
         self._calls[call.number] = call
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
-        stored = _Stored(call, slab, host, source)
-        slab.fence = self._device.swap_out(source, host)
-        self._leaving.append(_Transfer(call.number, self._issued, slab.fence, source, host, weakref.ref(stored)))
-        self._issued += 1
+        stored = _Stored(call, host, source)
+        self._device.swap_out(source, host)
+        call.holds.append((stored, source))
         return stored
+
+    def _depart(self, call: _Call) -> None:
+        """Fence what a call has swapped out since it was last fenced."""
+        if not call.holds:
+            return
+        fence = self._device.after_swaps()
+        call.slabs.note_fence(fence)
+        sources = [(weakref.ref(stored), source, stored.host) for stored, source in call.holds]
+        self._leaving.append(_Departure(call.number, fence, sources))
+        call.holds.clear()
 
     # --- bringing back ----------------------------------------------------------------------------------------------
 
@@ -435,39 +462,38 @@ class ActivationSwap:
         self._fetch(stored)
         if stored.arrival is not None:
             self._device.wait(stored.arrival.fence)
-            del self._arriving[stored.arrival.order]
+            del self._arriving[stored.arrival]
             stored.arrival = None
         assert stored.device is not None
         return stored.device
 
-    def _fetch(self, stored: _Stored) -> None:
-        """Issue the transfer back to the device, unless the storage is there."""
-        if stored.device is not None:
-            return
-        storage = torch.UntypedStorage(0, device=self._device.torch_device)
-        nbytes = stored.host.nbytes
-        self._device.resize(storage, nbytes)
-        target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
-        fence = stored.slab.fence = self._device.swap_in(stored.host, target)
-        transfer = _Transfer(stored.call.number, self._issued, fence, target, stored.host, weakref.ref(stored))
-        stored.device, stored.arrival = target, transfer
-        self._arriving[transfer.order] = transfer
-        self._issued += 1
+    def _fetch(self, *wanted: _Stored) -> None:
+        """Issue the transfers back to the device of all storages that are not there, in this order."""
+        away: list[tuple[_Stored, Tensor]] = []
+        for stored in (stored for stored in wanted if stored.device is None):
+            storage, nbytes = torch.UntypedStorage(0, device=self._device.torch_device), stored.host.nbytes
+            self._device.resize(storage, nbytes)
+            target = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
+            away.append((stored, target))
+        fences = self._device.swap_in([(stored.host, target) for stored, target in away])
+        for (stored, target), fence in zip(away, fences, strict=True):
+            stored.call.slabs.note_fence(fence)
+            stored.device, stored.arrival = target, _Arrival(fence, target, stored.host, weakref.ref(stored))
+            self._arriving[stored.arrival] = None
 
     # --- letting go -------------------------------------------------------------------------------------------------
 
-    def _leave(self, transfers: Iterable[_Transfer]) -> None:
+    def _leave(self, departures: Iterable[_Departure]) -> None:
         """Free the sources of transfers to the host, once the compute stream has waited for the transfers."""
-        leaving = list(transfers)
+        leaving = list(departures)
         if not leaving:
             return
         self._device.wait(leaving[-1].fence)  # Transfers run in order, so the last one ends last.
-        for transfer in leaving:
-            stored = transfer.stored()
-            if stored is not None and stored.device is transfer.device:
+        for reference, source, _ in (entry for departure in leaving for entry in departure.sources):
+            stored = reference()
+            if stored is not None and stored.device is source:
                 stored.device = None
-        gone = set(leaving)
-        self._leaving = [transfer for transfer in self._leaving if transfer not in gone]
+        self._leaving = [departure for departure in self._leaving if departure not in leaving]
 
     def _forget(self, call: _Call) -> None:
         """Free the storages that have been swapped in; later uses swap them in again."""
@@ -476,12 +502,12 @@ class ActivationSwap:
                 self._give_up(stored.arrival)
             stored.device = None
 
-    def _give_up(self, transfer: _Transfer) -> None:
+    def _give_up(self, arrival: _Arrival) -> None:
         """Free a storage that was swapped in and not used; autograd holds no view of it."""
-        self._device.wait(transfer.fence)
-        self._device.resize(transfer.device.untyped_storage(), 0)
-        del self._arriving[transfer.order]
-        stored = transfer.stored()
+        self._device.wait(arrival.fence)
+        self._device.resize(arrival.device.untyped_storage(), 0)
+        del self._arriving[arrival]
+        stored = arrival.stored()
         if stored is not None:
             stored.device = stored.arrival = None
 

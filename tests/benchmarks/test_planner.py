@@ -122,7 +122,7 @@ def test_the_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert capsys.readouterr().out.strip().endswith(" |")
 
 
-RATES = ("upload", "download", "upload_beside", "download_beside", "upload_pageable", "download_pageable")
+RATES = ("upload", "download", "upload_beside", "download_beside")
 MACHINE = replace(
     CPU, **dict.fromkeys(RATES, 1e9), flops={"float32": 1e11}, memory=1e10, device_step=1e9, host_step=1e9,
     host_memory=1e10,

@@ -29,11 +29,14 @@ def test_copies_are_counted_to_the_byte() -> None:
     assert torch.equal(target[:3], 2 * source[:3])
     device.settle()
     assert device.counters == TransferCounters(uploaded_bytes=40, downloaded_bytes=12)
-    for copy in (device.swap_out, device.swap_in):
-        device.wait(copy(3 * source[:5], target[:5]))
-        assert torch.equal(target[:5], 3 * source[:5])
-        device.wait_host(copy(source[:1], target[:1]))
-    expected = TransferCounters(uploaded_bytes=40, downloaded_bytes=12, swapped_out_bytes=24, swapped_in_bytes=24)
+    device.swap_out(3 * source[:5], target[:5])
+    device.wait(device.after_swaps())
+    assert torch.equal(target[:5], 3 * source[:5])
+    several = [(4 * source[:5], target[:5]), (source[:1], target[5:6])]
+    for fence in device.swap_in(several):
+        device.wait_host(fence)
+    assert torch.equal(target[:6], torch.cat([4 * source[:5], source[:1]]))
+    expected = TransferCounters(uploaded_bytes=40, downloaded_bytes=12, swapped_out_bytes=20, swapped_in_bytes=24)
     assert device.counters == expected
 
 
@@ -129,9 +132,16 @@ def test_copies_wait_for_what_has_been_computed() -> None:
 
 def test_swaps_have_streams_of_their_own() -> None:
     device = LateDevice()
-    out, back = (copy(torch.zeros(1), torch.zeros(1)) for copy in (device.swap_out, device.swap_in))
-    assert device._out.events == device._in.events == [device.computing]
-    assert (device._out.recorded, device._in.recorded) == ([out], [back])
+    for _ in range(2):
+        device.swap_out(torch.zeros(1), torch.zeros(1))
+    out = device.after_swaps()
+    backs = device.swap_in([(torch.zeros(1), torch.zeros(1)), (torch.zeros(1), torch.zeros(1))])
+    back = backs[-1]
+    assert device._out.events == [device.computing] * 2
+    assert device._in.events == [device.computing]
+    assert (device._out.recorded, device._in.recorded) == ([out], backs)
+    assert device.swap_in([]) == []
+    assert device._in.events == [device.computing]
     assert device._up.events == device._down.events == device.computing.events == []
     device.wait(back)
     device.wait_host(out)
@@ -143,7 +153,7 @@ def test_swaps_have_streams_of_their_own() -> None:
 
 def test_synchronizing_waits_for_every_stream() -> None:
     device = LateDevice()
-    for copy in (device.upload, device.download, device.swap_out, device.swap_in):
+    for copy in (device.upload, device.download, device.swap_out, lambda *copied: device.swap_in([copied])):
         copy(torch.zeros(1), torch.zeros(1))
     device.synchronize()
     streams = (device._up, device._down, device._out, device._in, device.computing)

@@ -129,8 +129,6 @@ def random_hardware(source: random.Random) -> HardwareProfile:
         download=download,
         upload_beside=upload * source.uniform(0.6, 1.0),
         download_beside=download * source.uniform(0.6, 1.0),
-        upload_pageable=upload / 2,
-        download_pageable=download / 2,
         flops={"float32": 1e8 * speed[1]},
         memory=1e8 * speed[1],
         device_step=1e7 * speed[2],
@@ -200,7 +198,7 @@ def large_problem(num_blocks: int, chunks_per_block: int) -> Problem:
     uses = tuple(ParameterUse(info.fqn) for info in infos)
     rates = {"upload": 25e9, "download": 25e9, "upload_beside": 20e9, "download_beside": 20e9}
     machine = HardwareProfile(
-        name="large", **rates, upload_pageable=9e9, download_pageable=9e9, flops={"float32": 150e12}, memory=1.5e12,
+        name="large", **rates, flops={"float32": 150e12}, memory=1.5e12,
         device_step=5e10, host_step=2e9, host_memory=1e11, device_bytes=1 << 40, host_bytes=1 << 44,
     )  # fmt: skip
     return Problem(

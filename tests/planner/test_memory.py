@@ -298,7 +298,7 @@ def test_format_bytes(nbytes: int, text: str) -> None:
 
 
 KEEP, SELECTIVE, CHECKPOINT, SWAP = BlockPolicy
-CPU = HardwareProfile("CPU", *(1.0,) * 6, {"float32": 1.0}, *(1.0,) * 4, 1, 1, asynchronous=False)
+CPU = HardwareProfile("CPU", *(1.0,) * 4, {"float32": 1.0}, *(1.0,) * 4, 1, 1, asynchronous=False)
 STATE_BYTES, LOSS = 8.0, 512
 
 

@@ -266,7 +266,7 @@ def test_chunks_of_one_position_come_as_their_buffers_are_free() -> None:
 
 
 # --- what is computed again -------------------------------------------------------------------------------------------
-CPU = HardwareProfile("CPU", *(1.0,) * 6, {"float32": 10.0}, 4.0, *(1.0,) * 3, 1, 1, asynchronous=False)
+CPU = HardwareProfile("CPU", *(1.0,) * 4, {"float32": 10.0}, 4.0, *(1.0,) * 3, 1, 1, asynchronous=False)
 GPU = replace(CPU, asynchronous=True)
 FORWARD = (OperationCost(100, 8, "float32", 3, is_product=True), OperationCost(0, 8, "float32", 2))
 SEGMENT = Segment("block", Forward(operations=FORWARD))

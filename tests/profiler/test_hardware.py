@@ -153,7 +153,7 @@ def test_a_device_with_streams_is_measured_both_ways_at_once(monkeypatch: pytest
     assert issued == ("d" * 2 * rows[0] + "u" * rows[0]) * rows[1] + ("u" * 2 * rows[0] + "d" * rows[0]) * rows[1]
     assert profile.asynchronous
     assert profile.device_bytes == 1 << 30
-    assert (profile.upload, profile.download_pageable) == (SMALL.copy, SMALL.copy)
+    assert (profile.upload, profile.download) == (SMALL.copy, SMALL.copy)
     assert (profile.device_step, profile.host_memory) == (SMALL.elements, 3 * SMALL.sum)
     assert profile.flops == {"float32": 2 * 8**3}
     device.close()

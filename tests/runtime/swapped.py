@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -87,9 +87,10 @@ class Counting(CPUDevice):
         self.count(None if source.untyped_storage()._cdata in self.others else source)
         super().swap_out(source, target)
 
-    def swap_in(self, source: Tensor, target: Tensor) -> None:
-        self.count(target)
-        super().swap_in(source, target)
+    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Sequence[None]:
+        for _, target in copies:
+            self.count(target)
+        return super().swap_in(copies)
 
 
 def free_bytes(device: Device) -> int:

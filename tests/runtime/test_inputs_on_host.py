@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,9 +90,10 @@ class Counting(CPUDevice):
         super().__init__(torch.device("cpu"))
         self.peak = peak
 
-    def swap_in(self, source: Tensor, target: Tensor) -> None:
-        self.peak.count(target.untyped_storage())
-        super().swap_in(source, target)
+    def swap_in(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Sequence[None]:
+        for _, target in copies:
+            self.peak.count(target.untyped_storage())
+        return super().swap_in(copies)
 
 
 def problem_of(model: nn.Module, step: Callable[[], Tensor]) -> tuple[Problem, Knobs]:

@@ -145,8 +145,8 @@ class SimulatedDevice(StreamDevice):
             host_bytes: Host memory in the profile.
         """
         rates = self.rates
-        ways = {f"upload{kind}": rates.upload for kind in ("", "_beside", "_pageable")}
-        ways |= {f"download{kind}": rates.download for kind in ("", "_beside", "_pageable")}
+        ways = {f"upload{kind}": rates.upload for kind in ("", "_beside")}
+        ways |= {f"download{kind}": rates.download for kind in ("", "_beside")}
         return HardwareProfile(
             name="simulated",
             **ways,
