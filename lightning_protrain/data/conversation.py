@@ -64,19 +64,33 @@ class Media:
     source: str | bytes | Image.Image | Samples
 
 
+_SET = "It is set for training; leave it out."
+# Arguments of `apply_chat_template`, which are no variables of a template, and what to do instead of naming them.
+NO_VARIABLES = {
+    **dict.fromkeys(("add_generation_prompt", "continue_final_message", "tokenize", "return_dict"), _SET),
+    **dict.fromkeys(("return_tensors", "return_assistant_tokens_mask", "sanitize_control_tokens"), _SET),
+    **dict.fromkeys(("tokenizer_kwargs", "add_special_tokens", "padding", "truncation"), _SET),
+    **dict.fromkeys(("messages", "conversation", "tools"), "It comes from the rows of the data; leave it out."),
+    "chat_template": "Use the option `chat_template`.",
+    "max_length": "Use the option `max_length`.",
+}
+
+
 class Conversation(TypedDict, total=False):
-    """A conversation; `tools` and `media` are absent rather than empty.
+    """A conversation; all but `messages` is absent rather than empty.
 
     Attributes:
         messages: Messages in order.
         tools: JSON schemas of the tools that the assistant may call.
         media: One medium for each image, audio and video part of the messages, in order.
+        template_kwargs: Further variables of the template, which take precedence over those of the data set.
         plain: The same row as plain text, for tokenizers without a chat template; absent if it has no such form.
     """
 
     messages: Required[list[Message]]
     tools: list[dict[str, Any]]
     media: list[Media]
+    template_kwargs: dict[str, Any]
     plain: Document
 
 

@@ -271,10 +271,20 @@ def test_a_label_may_have_another_name() -> None:
     assert _parse(row, fields={"label": "good"})["label"] is True
 
 
-@pytest.mark.parametrize("column", ["system", "history", "tools", "images"])
+@pytest.mark.parametrize("column", ["system", "history", "tools", "images", "chat_template_kwargs"])
 def test_a_completion_has_no_place_for_what_templates_write(column: str) -> None:
     with pytest.raises(MalformedRow, match=f"plain text, which has no place for `{column}`"):
         _parse({"prompt": "a", "completion": "b", column: ["x"]}, format="completion")
+
+
+@pytest.mark.parametrize("label", [0, 1, 1.0])
+def test_a_number_that_may_judge_the_answer_is_asked_about(label: float) -> None:
+    row = {"prompt": "Why?", "completion": "So.", "label": label}
+    with pytest.raises(MalformedRow, match=rf"`label` is {label}, which may judge .*unpaired_preference`; else"):
+        _parse(row)
+    assert _parse(row, format="unpaired_preference")["label"] is bool(label)
+    assert _parse(row, format="prompt_response")["messages"] == [Q, GOOD]
+    assert _parse({**row, "label": None, "good": label}, fields={"label": "good"})["label"] is bool(label)
 
 
 def test_a_label_is_true_or_false() -> None:

@@ -87,6 +87,27 @@ def test_weights_do_not_reach_the_template(tokenizer: PreTrainedTokenizerFast) -
     assert renderer.render(row).text == "22"
 
 
+def test_variables_of_a_row_come_before_those_of_the_data_set(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = Renderer(tokenizer, MARKERS, {"a": 1, "b": 2}, chat_template="{{- [a, b, c] }}")
+    assert renderer.render({**conversation("Who?", "Me."), "template_kwargs": {"b": 3, "c": 4}}).text == "[1, 3, 4]"
+    assert renderer.render({**conversation("Who?", "Me."), "template_kwargs": {"c": 4}}).text == "[1, 2, 4]"
+
+
+def test_a_template_that_needs_arguments_in_text_gets_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {"city": "K\u00f6ln"}}}
+    row: Any = {
+        "messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    }
+    calls = "{%- for m in messages %}{%- for c in m.tool_calls %}{{- BODY }}{%- endfor %}{%- endfor %}"
+    texts = {
+        "'json: ' + c.function.arguments": 'json: {"city": "K\u00f6ln"}',
+        "c.function.arguments | tojson": '{"city": "K\u00f6ln"}',
+        "c.function.arguments.city": "K\u00f6ln",
+    }
+    for body, text in texts.items():
+        assert Renderer(tokenizer, MARKERS, chat_template=calls.replace("BODY", body)).render(row).text == text
+
+
 @pytest.mark.parametrize("template", [llava.TEMPLATE, llava.LISTS_ONLY])
 def test_text_reaches_templates_that_read_lists(template: str) -> None:
     renderer = Renderer(llava.processor(template).tokenizer, ["<|im_end|>"])

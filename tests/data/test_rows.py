@@ -220,6 +220,28 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("column", "variables"),
+    [({"a": 1}, {"a": 1}), ('{"a": 1}', {"a": 1}), *((empty, None) for empty in (None, {}, "", "{}"))],
+)
+def test_variables_of_the_template(column: Any, variables: Any) -> None:
+    row = RowFormat().parse({**GOOD[0], "chat_template_kwargs": column}, "a", Path())
+    assert row.get("template_kwargs") == variables
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([1], "is a list. Give an object"),
+        ("{", "is not valid JSON"),
+        ({"tokenize": True}, "names 'tokenize', which is not a variable"),
+    ],
+)
+def test_variables_that_are_none_are_refused(column: Any, message: str) -> None:
+    with pytest.raises(MalformedRow, match=f"a: `chat_template_kwargs` {message}"):
+        RowFormat().parse({**GOOD[0], "chat_template_kwargs": column}, "a", Path())
+
+
 @settings(max_examples=15, deadline=None)
 @given(rows=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
 def test_what_arrow_fills_in_is_taken_out_again(rows: list[dict[str, Any]]) -> None:

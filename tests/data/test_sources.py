@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -122,6 +123,31 @@ def test_a_file_without_a_split_beside_others_is_refused() -> None:
 def test_files_of_different_kinds_in_a_list() -> None:
     paths = [_write(f"a.{suffix}", [row]) for suffix, row in zip(("jsonl", "json", "parquet"), ROWS, strict=True)]
     assert _load(paths) == {"train": ROWS}
+
+
+@pytest.mark.parametrize(
+    ("path", "unread"),
+    [("chats", "b.JSONL, chats/c.jsonl.gz, chats/d.json, chats/e.csv"), ("chats/[abc].*", "b.JSONL, chats/c.jsonl.gz")],
+)
+def test_files_of_data_that_are_not_read_are_named(path: str, unread: str) -> None:
+    _write("chats/a.jsonl", ROWS)
+    for name in ("b.JSONL", "c.jsonl.gz", "e.csv", "notes.txt", "README.md", "dataset_info.json"):
+        Path("chats", name).write_text("x")
+    _write("chats/d.json", ROWS)
+    with pytest.warns(UserWarning, match=rf"Not read of '{re.escape(path)}': \d files of data, chats/{unread}\. Files"):
+        assert _load(path) == {"train": ROWS}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_path_with_the_signs_of_a_glob_is_that_file(suffix: str, streaming: bool) -> None:
+    path = _write(f"chats [v1]/x[1].{suffix}", ROWS)
+    _write(f"chats [v1]/x1.{suffix}", ROWS[:1])
+    spec = DatasetSpec(path, streaming=streaming)
+    assert load.missing_files(spec) == []
+    source = Source(spec, ("assistant",))
+    tables = source.shards if streaming else source.tables["train"]
+    assert sum(len([*table.raws()]) for table in tables) == len(ROWS)
 
 
 def test_files_of_two_kinds_in_a_folder_are_refused() -> None:

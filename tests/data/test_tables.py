@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,13 @@ def test_a_parquet_file_is_memory_mapped() -> None:
     assert table.dataset.cache_files, "the rows must lie in a file"
     assert _rows(table) == ROWS
     assert table.where(1) == f"{Path.cwd() / 'a.parquet'}, row 1"
+
+
+def test_a_parquet_file_that_is_replaced_is_read_again() -> None:
+    for rows in (ROWS, ROWS[::-1]):
+        Dataset.from_list(rows).to_parquet("a.parquet")
+        os.utime("a.parquet", (1e9, 1e9))
+        assert _rows(open_table(Path("a.parquet"))) == rows
 
 
 def test_images_stay_encoded() -> None:

@@ -255,7 +255,11 @@ class ChatEncoder:
         num_turns = turns_of_rows.per_row(turns_of_rows.begun)
         usual = np.array(
             [
-                not (text.suspicious or (text.sanitized and MARKERS in self.unproven))
+                not (
+                    text.suspicious
+                    or (text.sanitized and MARKERS in self.unproven)
+                    or "template_kwargs" in conversation
+                )
                 and is_usual(conversation, turns, options.roles, self.unproven, quiet)
                 for conversation, text, turns in zip(conversations, rendered, num_turns.tolist(), strict=True)
             ]

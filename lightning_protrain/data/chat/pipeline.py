@@ -32,7 +32,7 @@ from lightning_protrain.data.chat.detect_format import (
 )
 from lightning_protrain.data.chat.markers import Marker, Markers, resolve
 from lightning_protrain.data.chat.mask import ASSISTANT, MaskOptions, token_kinds, trained_roles
-from lightning_protrain.data.chat.render import Renderer, TemplateDate
+from lightning_protrain.data.chat.render import Renderer, TemplateDate, check_variables
 from lightning_protrain.data.chat.verify_format import (
     end_tokens,
     leaking_roles,
@@ -42,15 +42,6 @@ from lightning_protrain.data.chat.verify_format import (
 )
 from lightning_protrain.data.chat.vocabulary import Vocabulary
 
-_SET = "It is set for training; leave it out."
-_RESERVED = {
-    **dict.fromkeys(("add_generation_prompt", "continue_final_message", "tokenize", "return_dict"), _SET),
-    **dict.fromkeys(("return_tensors", "return_assistant_tokens_mask", "sanitize_control_tokens"), _SET),
-    **dict.fromkeys(("tokenizer_kwargs", "add_special_tokens", "padding", "truncation"), _SET),
-    **dict.fromkeys(("messages", "conversation", "tools"), "It comes from the rows of the data; leave it out."),
-    "chat_template": "Use the option `chat_template`.",
-    "max_length": "Use the option `max_length`.",
-}
 # Matches names of template variables such as "training", with which a template may write the last end token.
 _FOR_TRAINING = re.compile(r"\b\w*train\w*\b")
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
@@ -88,12 +79,7 @@ class ChatSettings:
         check_kinds(Mapping, "a mapping", processor_kwargs=self.processor_kwargs)
         if self.family is not None:
             family_named(self.family)
-        for name in self.template_kwargs:
-            if name in _RESERVED:  # It is an argument of `apply_chat_template`.
-                raise ValueError(
-                    f"chat_template_kwargs names {name!r}, which is not a variable of a chat template. "
-                    f"{_RESERVED[name]}"
-                )
+        check_variables(self.template_kwargs)
         check_names(self.processor_kwargs)
         assert self.template is None or self.template  # reads the template's file, to report early if it is missing
         nothing = "roles_to_train" if self.roles_to_train == [] else "role_boundaries"

@@ -10,6 +10,7 @@ https://github.com/huggingface/transformers/issues/29279
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -25,7 +27,7 @@ from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from lightning_protrain.data.chat.check_turns import has_tags
-from lightning_protrain.data.conversation import Conversation
+from lightning_protrain.data.conversation import NO_VARIABLES, Conversation
 
 Messages = Sequence[Mapping[str, Any]]
 # Renders messages like `Renderer.ids`, and raises ValueError if the template refuses them.
@@ -39,6 +41,15 @@ encode_marked_chat: Any = getattr(chat_template_utils, "encode_marked_chat", Non
 mark_control_tokens: Any = getattr(chat_template_utils, "mark_control_tokens", None)
 # Fields of a message that may contain control tokens.
 _FILLED = ("content", "reasoning_content", "tool_calls", "name", "tool_call_id")
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Raise ValueError if `chat_template_kwargs` names what is not a variable of a template."""
+    for name in names:
+        if name in NO_VARIABLES:
+            raise ValueError(
+                f"chat_template_kwargs names {name!r}, which is not a variable of a chat template. {NO_VARIABLES[name]}"
+            )
 
 
 class TemplateDate:
@@ -128,11 +139,12 @@ class Renderer:
         """
         tools = conversation.get("tools") or None
         if self._encodes_at_once:
-            ids = self._ids_at_once(conversation["messages"], tools, add_generation_prompt)
+            ids = self._ids_at_once(conversation, tools, add_generation_prompt)
             return Rendered(self.tokenizer.decode(ids), ids=tuple(ids))
         messages = [self._as_template_reads(message) for message in conversation["messages"]]
-        if any("tool_calls" in message for message in messages) and self._writes_ids:
-            messages = _with_named_ids(messages)
+        if any("tool_calls" in message for message in messages):
+            messages = _with_named_ids(messages) if self._writes_ids else messages
+            messages = [_with_json(message) for message in messages] if self._reads_json else messages
         sanitized = suspicious = False
         for message in messages:
             control = self._turn_tokens if message["role"] == "assistant" else self._control_tokens
@@ -146,7 +158,8 @@ class Renderer:
                     message[key] = _marked(message[key], control)
         if tools is not None and any(map(self._control_tokens.search, _strings(tools))):
             sanitized, tools = True, _marked(tools, self._control_tokens)
-        return Rendered(self._apply(messages, tools, add_generation_prompt), sanitized, suspicious)
+        variables = conversation.get("template_kwargs", {})
+        return Rendered(self._apply(messages, tools, variables, add_generation_prompt), sanitized, suspicious)
 
     def encode(self, rendered: Sequence[Rendered]) -> list[list[int]]:
         """Return the token ids of each text; no special token is added."""
@@ -170,23 +183,31 @@ class Renderer:
         conversation: Any = {"messages": messages} if tools is None else {"messages": messages, "tools": list(tools)}
         return self.encode([self.render(conversation, add_generation_prompt)])[0]
 
-    def _ids_at_once(self, messages: Messages, tools: Any, add_generation_prompt: bool) -> list[int]:
+    def _ids_at_once(self, conversation: Conversation, tools: Any, add_generation_prompt: bool) -> list[int]:
         # mistral-common refuses arguments that are None or False.
         options = {"tools": tools} if tools else {}
         options |= {"add_generation_prompt": True} if add_generation_prompt else {}
+        messages, variables = conversation["messages"], {**self._kwargs, **conversation.get("template_kwargs", {})}
         with _refused(messages):
             plain = [_without_weights(message) for message in messages]
-            encoded = self.tokenizer.apply_chat_template(plain, return_dict=True, **options, **self._kwargs)
+            encoded = self.tokenizer.apply_chat_template(plain, return_dict=True, **options, **variables)
         return [int(index) for index in encoded["input_ids"]]
 
-    def _apply(self, messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool = False) -> str:
+    def _apply(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        add_generation_prompt: bool = False,
+    ) -> str:
+        variables = {**self._kwargs, **variables}
         with (
             _refused(messages),
             self._date.given_to(self.tokenizer.get_chat_template(self._kwargs.get("chat_template"), tools)),
         ):
             return str(
                 self.tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
+                    messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
                 )
             )
 
@@ -223,16 +244,25 @@ class Renderer:
     @cached_property
     def _writes_ids(self) -> bool:
         """True if the template writes the id of a tool call in place of the function's name."""
-        call = {"id": "maple", "type": "function", "function": {"name": "hazel", "arguments": {}}}
+        text = self._calling({})
+        return "maple" in text and "hazel" not in text
+
+    @cached_property
+    def _reads_json(self) -> bool:
+        """True if the template refuses arguments of a tool call that are an object, and needs JSON text."""
+        return not self._calling({"fir": 1}) and "fir" in self._calling('{"fir": 1}')
+
+    def _calling(self, arguments: Any) -> str:
+        """Return what the template makes of a tool call with such arguments; empty if it refuses them."""
+        call = {"id": "maple", "type": "function", "function": {"name": "hazel", "arguments": arguments}}
         messages: Messages = [
             {"role": "user", "content": "walnut"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         try:
-            text = self._apply([self._as_template_reads(message) for message in messages], None)
+            return self._apply([self._as_template_reads(message) for message in messages], None)
         except ValueError:
-            return False
-        return "maple" in text and "hazel" not in text
+            return ""
 
     @cached_property
     def added_ids(self) -> frozenset[int]:
@@ -291,6 +321,16 @@ def _refused(messages: Messages) -> Iterator[None]:
 
 def _without_weights(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in ("train", "weight")}
+
+
+def _with_json(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls have arguments in JSON text."""
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+        for function in [call["function"]]
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

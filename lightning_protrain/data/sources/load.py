@@ -12,7 +12,7 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from glob import glob
 from itertools import chain
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from huggingface_hub import is_offline_mode
+from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 
 from lightning_protrain.config import plural
@@ -149,6 +150,8 @@ _Part = Path | Shard
 _Parts = Mapping[str, Sequence[_Part]]
 # Number of rows at the beginning of a stream that are checked before training.
 FIRST_ROWS = 64
+# Maximum number of files named in a warning.
+_MOST_NAMES = 5
 
 
 class Source:
@@ -346,23 +349,43 @@ def _named_files(path: str) -> list[Path]:
     plain = Path(path).expanduser()
     if plain.is_file() and plain.suffix in SUFFIXES:
         return [plain]
-    files = [Path(name) for name in sorted(glob(str(plain), recursive=True)) if Path(name).suffix in SUFFIXES]
+    found = [file for name in sorted(glob(str(plain), recursive=True)) if (file := Path(name)).is_file()]
+    files = [file for file in found if file.suffix in SUFFIXES]
     if not files:
         raise _nothing_there(path)
+    _name_unread(found, files, path)
     return files
+
+
+def _name_unread(found: Iterable[Path], read: Collection[Path], name: str) -> None:
+    """Warn of files that may hold rows and are not read."""
+    data = {".jsonl", ".json", ".parquet", *_CONVERSIONS}
+    unread = [
+        file
+        for file in found
+        if file not in read and file.suffix.lower() in data and not file.stem.startswith("dataset_info")
+    ]
+    if unread:
+        named = ", ".join(map(str, unread[:_MOST_NAMES])) + (", ..." if len(unread) > _MOST_NAMES else "")
+        rank_zero_warn(
+            f"Not read of {name!r}: {plural(len(unread), 'file')} of data, {named}. Files of the kinds "
+            f"{', '.join(SUFFIXES)} are read, and of a folder those of one kind."
+        )
 
 
 def missing_files(spec: DatasetSpec) -> list[str]:
     """Return the local paths of a data set that do not exist; names on the Hub are not looked up."""
-    return [path for path in spec.paths if is_path(path) and not glob(str(Path(path).expanduser()), recursive=True)]
+    files = {path: Path(path).expanduser() for path in spec.paths if is_path(path)}
+    return [path for path, file in files.items() if not (file.exists() or glob(str(file), recursive=True))]
 
 
 def _folder_splits(folder: Path) -> _Parts:
     """Return the parts of a folder: one written by `save_to_disk`, or one with data files of one suffix."""
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return _saved_splits(folder)
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in SUFFIXES]
-    files = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    found = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    files = [path for path in found if path.suffix in SUFFIXES]
     # Beside data files of another suffix, .json and .txt files are metadata.
     every = {path.suffix for path in files}
     kinds = every - {".json", ".txt"} or every - {".txt"} or every
@@ -373,7 +396,9 @@ def _folder_splits(folder: Path) -> _Parts:
             f"{folder} was not written by `datasets.Dataset.save_to_disk` and has no {', '.join(SUFFIXES)} file. "
             "Give another folder."
         )
-    return _file_splits([path for path in files if path.suffix in kinds], folder, str(folder))
+    read = [path for path in files if path.suffix in kinds]
+    _name_unread(found, read, str(folder))
+    return _file_splits(read, folder, str(folder))
 
 
 def _saved_splits(folder: Path) -> _Parts:

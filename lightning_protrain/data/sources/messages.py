@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_protrain.data.conversation import ROLES, MalformedRow, MediaKind, Message
+from lightning_protrain.data.conversation import NO_VARIABLES, ROLES, MalformedRow, MediaKind, Message
 from lightning_protrain.data.sources.media import MEDIA_KINDS
 
 # Map from common role names, in lower case, to standard roles.
@@ -272,6 +272,25 @@ def parse_tools(tools: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(tools, list):
         raise MalformedRow(f"{where}: `tools` is {kind_of(tools)}. Give a list of schemas.")
     return [_tool(tool, f"{where}, tool {number}") for number, tool in enumerate(tools)]
+
+
+def parse_variables(variables: Any, where: str) -> dict[str, Any]:
+    """Convert the column `chat_template_kwargs`, an object or JSON text, into variables of the chat template.
+
+    Raises:
+        MalformedRow: If the column holds something else, or names an argument of `apply_chat_template`.
+    """
+    if isinstance(variables, str):
+        variables = parse_json(variables, f"{where}: `chat_template_kwargs` is") if variables.strip() else None
+    if not isinstance(variables or {}, Mapping):
+        raise MalformedRow(f"{where}: `chat_template_kwargs` is {kind_of(variables)}. Give an object.")
+    for name in variables or {}:
+        if name in NO_VARIABLES:
+            raise MalformedRow(
+                f"{where}: `chat_template_kwargs` names {name!r}, which is not a variable of a chat template. "
+                f"{NO_VARIABLES[name]}"
+            )
+    return dict(variables or {})
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

@@ -24,7 +24,14 @@ from lightning_protrain.data.conversation import (
     Row,
 )
 from lightning_protrain.data.sources.media import MEDIA_KINDS, media_source, named_media, place_media
-from lightning_protrain.data.sources.messages import check_order, kind_of, parse_message, parse_tools, role_of
+from lightning_protrain.data.sources.messages import (
+    check_order,
+    kind_of,
+    parse_message,
+    parse_tools,
+    parse_variables,
+    role_of,
+)
 from lightning_protrain.data.sources.spec import MESSAGE_FIELDS, ROW_FIELDS, Format
 
 # Common column names: a row with one of PROMPTS and one of RESPONSES is a prompt with its response.
@@ -38,7 +45,7 @@ _COMMON = {"prompt": PROMPTS, "response": RESPONSES, "chosen": CHOSEN, "rejected
 _LISTS = ("messages", "conversations")
 MEDIA_COLUMNS = tuple(name for kind in MEDIA_KINDS for name in (kind, f"{kind}s"))
 # Columns that only a chat template can write.
-_CHAT_COLUMNS = ("system", "system_prompt", "history", "tools", *MEDIA_COLUMNS)
+_CHAT_COLUMNS = ("system", "system_prompt", "history", "tools", "chat_template_kwargs", *MEDIA_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,9 @@ class RowFormat:
         tools = parse_tools(row.get("tools"), where)
         if tools:
             conversation["tools"] = tools
+        variables = parse_variables(row.get("chat_template_kwargs"), where)
+        if variables:
+            conversation["template_kwargs"] = variables
         columns = {kind: _column(row, kind, where) for kind in MEDIA_KINDS}
         media = [Media(kind, value) for kind, value in place_media(messages, columns, where)]
         if media:
@@ -115,6 +125,8 @@ class RowFormat:
         claims = {kind: columns for kind in KINDS if (columns := kind.columns(row))}
         for kind in KINDS:  # Judged answers also have the columns of a conversation, which is their prompt.
             if kind.name in _JUDGED and kind in claims:
+                if kind.name == "unpaired_preference":
+                    _refuse_number(row, claims[kind][0], self.fields, where)
                 return kind
         named = {kind: columns for kind, columns in claims.items() if any(name in self.fields for name in columns)}
         claims = named or claims
@@ -500,8 +512,18 @@ def _preference_columns(row: Mapping[str, Any]) -> list[str]:
 
 
 def _labelled_columns(row: Mapping[str, Any]) -> list[str]:
-    labels = [name for name in _given(row, LABELS) if isinstance(row[name], bool)]
+    labels = [name for name in _given(row, LABELS) if row[name] in (0, 1)]
     return labels if labels and (_response_columns(row) or _given(row, _LISTS)) else []
+
+
+def _refuse_number(row: Mapping[str, Any], column: str, fields: Mapping[str, str], where: str) -> None:
+    """Refuse a label that is 0 or 1: it may be the class of something, or say whether the answer is desirable."""
+    if not isinstance(row[column], bool) and "label" not in fields:
+        raise MalformedRow(
+            f"{where}: `{column}` is {row[column]!r}, which may judge the answer. If it does, give "
+            "`format: unpaired_preference`; else give the format of the rest of the row, such as `messages` or "
+            "`prompt_response`."
+        )
 
 
 def _list_kind(name: str, column: str) -> RowKind:

@@ -8,11 +8,13 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from lightning_protrain.data.conversation import MalformedRow, fingerprint
@@ -125,8 +127,7 @@ class JsonLines(Table):
             yield from islice((line for line in lines if line.removeprefix(_BOM).strip()), start, None)
 
     def fingerprint(self) -> str:
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _digest(self.path)
 
     def decode(self, raw: bytes, where: str) -> Any:
         try:
@@ -144,6 +145,11 @@ class JsonLines(Table):
                 advice = "The last line is truncated: write the file again."
             raise MalformedRow(f"{where}: not valid JSON ({error}). {advice}") from error
         return _checked_text(row, raw, where)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -223,9 +229,11 @@ class ArrowTable(Table):
         dataset: The rows.
         name: Name of the source, for messages.
         folder: Folder to which relative paths in the rows refer.
+        digest: Hash of all rows; None takes the one that `datasets` keeps.
     """
 
-    def __init__(self, dataset: Dataset | IterableDataset, name: str, folder: Path) -> None:
+    def __init__(self, dataset: Dataset | IterableDataset, name: str, folder: Path, digest: str | None = None) -> None:
+        self._digest = digest
         self.dataset: Any = dataset.with_format("arrow")
         self.name = name
         self.folder = folder
@@ -244,7 +252,7 @@ class ArrowTable(Table):
             yield from batch.to_pylist()
 
     def fingerprint(self) -> str:
-        return str(self.dataset._fingerprint)
+        return self._digest or str(self.dataset._fingerprint)
 
     def decode(self, raw: dict[str, Any], where: str) -> dict[str, Any]:
         return {
@@ -375,7 +383,7 @@ def open_shard(path: Path) -> Shard:
     _refuse_empty(path)
     from datasets import Dataset
 
-    return ArrowShard(partial(Dataset.from_parquet, str(path), streaming=True), str(path), path.parent)
+    return ArrowShard(partial(Dataset.from_parquet, escape(str(path)), streaming=True), str(path), path.parent)
 
 
 def open_table(path: Path) -> Table:
@@ -396,11 +404,14 @@ def open_table(path: Path) -> Table:
 
 
 def _open_parquet(path: Path) -> Table:
-    from datasets import Dataset
+    from datasets import Dataset, config
     from datasets.exceptions import DatasetsError
 
+    digest = _digest(path)
+    # Else `datasets` would return the rows of a file before it was replaced by one with the same date.
+    cache = Path(config.HF_DATASETS_CACHE, digest)
     try:
-        return ArrowTable(Dataset.from_parquet(str(path)), str(path), path.parent)
+        return ArrowTable(Dataset.from_parquet(escape(str(path)), cache_dir=str(cache)), str(path), path.parent, digest)
     except (DatasetsError, OSError, ValueError) as error:
         why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
         raise ValueError(
