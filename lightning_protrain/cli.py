@@ -400,12 +400,7 @@ def _as_list(entries: Any) -> list[Any]:
 
 
 def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
-    """Raise ValueError for wrong settings of the Trainer.
-
-    Args:
-        settings: Settings of the Trainer.
-        ckpt_path: Checkpoint to start from; `"best"` requires a callback with `monitor`.
-    """
+    """Raise ValueError for wrong settings of the Trainer; `ckpt_path="best"` requires a callback with `monitor`."""
     known = {
         "accelerator": {"auto", "gpu", *AcceleratorRegistry.available_accelerators()},
         "strategy": {"auto", *StrategyRegistry.available_strategies()},

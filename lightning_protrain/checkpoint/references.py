@@ -252,10 +252,7 @@ def _search(
 ) -> dict[tuple[str, str], Tensor]:
     """Return the referenced weights that the source has, by digest and dtype.
 
-    Args:
-        weights: Map from key in the state dict to reference.
-        source: As in `resolve`.
-        is_it: Takes a key and a tensor of the source; returns True if the tensor is the weight of that key.
+    `is_it` takes a key and a tensor of the source; it returns True if the tensor is the weight of that key.
     """
     keys: dict[tuple[str, str], list[str]] = {}
     for key, weight in weights.items():

@@ -417,14 +417,7 @@ def _better(is_rehearsed: bool) -> str:
 
 
 def _sentences(seconds: float, took: Mapping[str, float], prediction: Prediction, advice: str | None) -> str:
-    """Return the message about steps that deviate from the prediction.
-
-    Args:
-        seconds: Median time of the latest steps.
-        took: Time of each resource in the measured step, seconds.
-        prediction: Prediction for a step.
-        advice: Last sentence; None means a possible cause.
-    """
+    """Return the message about steps that deviate from the prediction, with `advice` or a possible cause at its end."""
     off = seconds / prediction.step_seconds - 1
     name = slowest(took, prediction.busy) if off > 0 else fastest(took, prediction.busy)
     resource = "link" if name in ("upload", "download") else name

@@ -166,13 +166,7 @@ def copied_bytes(trainer: Trainer, optimizers: Collection[Optimizer], state_byte
 
 
 def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
-    """Return a function that profiles the training step, once for each kind of hardware.
-
-    Args:
-        run: The run.
-        workload: The model and its training.
-        reason: Feature that needs a profile; empty if no feature does.
-    """
+    """Return a function that profiles the training step, once for each kind of hardware, for a feature or for none."""
 
     @once_for_each_kind
     def profile_on(hardware: HardwareProfile | None) -> Workload:

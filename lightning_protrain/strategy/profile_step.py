@@ -210,9 +210,6 @@ class _MadeSource(_DataLoaderSource):
     """A source of loaders whose hook has run already: returns its result once, and later calls the hook again.
 
     When the result is returned, random states become those after the hook, if they are still those before the hook.
-
-    Args:
-        source: Lightning's source of the loaders, which calls the hook.
     """
 
     def __init__(self, source: _DataLoaderSource) -> None:
@@ -647,11 +644,7 @@ def _mute_metric(metric: Metric | MetricCollection) -> dict[str, Callable[..., A
 
 
 class _Idle:
-    """A stand-in for an optimizer or a scheduler that can be read but does nothing.
-
-    Args:
-        real: Optimizer or scheduler to stand in for.
-    """
+    """A stand-in for an optimizer or a scheduler that can be read but does nothing."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
