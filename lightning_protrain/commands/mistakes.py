@@ -24,7 +24,6 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_protrain.device.device import why_no_gpu
-from lightning_protrain.distributed.failures import FirstRankRefused
 
 # Types of errors that may be refusals.
 REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
@@ -76,11 +75,6 @@ def is_refusal(error: BaseException) -> bool:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     return isinstance(error, kinds) and last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
-
-
-def is_shown_by_first_rank(error: BaseException) -> bool:
-    """Return True if this rank ends because rank 0 has refused, and shows why."""
-    return isinstance(error.__cause__, FirstRankRefused)
 
 
 def sentence(error: BaseException) -> str:

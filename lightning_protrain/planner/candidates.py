@@ -255,7 +255,8 @@ def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
     check_counts(problem.layout, knobs.num_swap_blocks or 0, knobs.num_checkpoint_blocks or 0)
     sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
     places = _places(problem, knobs.num_swap_blocks)
-    steps = order_steps(_recomputations(problem, knobs.leave_policies))
+    selective = knobs.num_checkpoint_blocks is None and knobs.num_keep_offloaded_blocks is None
+    steps = order_steps(_recomputations(problem, selective))
     if not all(block.name for block in problem.layout.blocks):
         places, steps = (), ()  # The root module cannot be run again.
     made: list[Packing] = []

@@ -137,7 +137,12 @@ def _trained(
         training=Training(
             overlap.overlap.value, trainer.accumulate_grad_batches, clips_by_norm(trainer), trainer.enable_validation
         ),
-        foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
+        foreach=device_type != "cpu"
+        and any(
+            group.get("foreach") is not False and not group.get("fused")  # PyTorch's default on a GPU.
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
         host_step_refusal=run.precision.host_step_refusal(optimizers),
         optimizers=tuple(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in optimizers),
@@ -192,11 +197,6 @@ def _profiling_slices(run: Run, profile_on: ProfileOn, reason: str) -> SlicedOn:
 def _profiled(run: Run, workload: Workload, profile: ModelProfile | None) -> Workload:
     """Return the workload with the profile of its step, and with the dtypes in which weights may be streamed."""
     return workload.profiled(profile, streamable(profile, run.trainer.lightning_module, workload.low_dtype))
-
-
-def _may_take_foreach(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer may step all parameters at once on a GPU, which is PyTorch's default."""
-    return any(group.get("foreach") is not False and not group.get("fused") for group in optimizer.param_groups)
 
 
 # Quantisation methods that can be streamed, by their names in transformers.

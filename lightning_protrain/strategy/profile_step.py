@@ -225,10 +225,6 @@ class _MadeSource(_DataLoaderSource):
             if "_source" in vars(self):
                 self._source.instance = value
 
-    def peek(self) -> Any:
-        """Return the loaders that the next call of `dataloader` returns."""
-        return self._made[0][0]
-
     def dataloader(self) -> Any:
         if not self._made:
             return self._source.dataloader()
@@ -245,8 +241,8 @@ def _train_loaders(trainer: Trainer) -> Any:
     if loop._combined_loader is not None:  # a user asked for `estimated_stepping_batches`
         return loop._combined_loader.iterables
     if loop._data_source.is_module():
-        loop._data_source = _MadeSource(loop._data_source)
-        loaders = loop._data_source.peek()
+        loop._data_source = source = _MadeSource(loop._data_source)
+        loaders = source._made[0][0]  # Those that its next `dataloader` returns.
     else:
         loaders = loop._data_source.instance
     return loaders.iterables if isinstance(loaders, CombinedLoader) else loaders

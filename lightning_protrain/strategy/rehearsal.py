@@ -202,7 +202,7 @@ class Rehearsal:
         )
         if self._cache is not None and request.workload.profile is not None:  # On rank 0.
             self._cache.keep(most_device_bytes=less)
-        return request.with_device_bytes(less)
+        return replace(request, options=replace(request.options, device_memory=less))
 
 
 def _try(trial: Callable[[], Rehearsed], request: PlanRequest, device: Device, may_shrink: bool) -> _Outcome:
