@@ -102,7 +102,11 @@ def search(problem: Problem, knobs: Knobs) -> Plan:
         ValueError: A knob contradicts the model or another knob.
         NoFeasiblePlan: No plan fits.
     """
-    return find(problem, knobs).plan
+    packed = _packed(problem, knobs)
+    result = _best(problem, knobs, packed)
+    if result is None:
+        refuse(problem, knobs, packed)
+    return result.plan
 
 
 def resident_plan(problem: Problem, knobs: Knobs, min_num_params: int) -> Plan | None:
@@ -147,19 +151,6 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
             f"{format_bytes(problem.device_bytes)} are allowed. It may run out of memory; training fits."
         )
     return plan
-
-
-def find(problem: Problem, knobs: Knobs) -> Found:
-    """Find the fastest plan that fits, and return it with statistics of the search.
-
-    Raises:
-        ValueError: See `search`.
-    """
-    packed = _packed(problem, knobs)
-    result = _best(problem, knobs, packed)
-    if result is None:
-        refuse(problem, knobs, packed)
-    return result
 
 
 def find_any(problem: Problem, knobs: Knobs) -> Found | None:

@@ -19,6 +19,7 @@ from lightning_protrain.planner.request import PlanOrPreset, ProfileOn, SlicedOn
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.quant_state import prepare_weights
+from lightning_protrain.runtime.optim.host_rate import host_slowdown
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, clips_by_norm, plan_overlap
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import (
@@ -104,7 +105,7 @@ def describe(run: Run, choice: PlanOrPreset, options: PlanOptions, elsewhere: bo
     if not (elsewhere or needs_profile(choice, options, workload, limited)):
         return Described(run, workload, overlap)
     # On every rank, because the step of a user's class may communicate.
-    workload = replace(workload, host_slowdown=run.precision.host_slowdown(optimizers, run.device.worker))
+    workload = replace(workload, host_slowdown=host_slowdown(optimizers, run.device.worker))
     if trainer.global_rank:  # Only rank 0 plans and profiles.
         profile_training_step(trainer, layout)
         return Described(run, workload, overlap)
