@@ -57,8 +57,6 @@ class StepTime:
 
     Attributes:
         seconds: Time from one step to the next.
-        forward: Time from begin to end of every forward, including waits.
-        backward: The rest: backwards, and the part of the optimizer step that no forward overlaps.
         compute: Computation of the device, including the optimizer step of resident chunks.
         upload: Time of host-to-device copies, hidden or not.
         download: Time of device-to-host copies, hidden or not.
@@ -67,8 +65,6 @@ class StepTime:
     """
 
     seconds: float
-    forward: float
-    backward: float
     compute: float
     upload: float
     download: float
@@ -140,10 +136,6 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
     """
     step = _Step(problem, plan)
     again, host = problem.training.accumulate, step.host
-    if problem.hardware.asynchronous:
-        seconds, forward = _beside(step)
-    else:
-        seconds, forward = _in_turn(step)
     update = host.step + (host.norm + host.scale if problem.training.clips else 0.0)
     upload, download = again * step.upload, again * step.download
     worked = host.cast + (again - 1) * host.add
@@ -153,9 +145,7 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
         download += step.network.down - sum(step.gradients.download)
         worked = host.cast + (again - 2) * host.add if again > 1 else 0.0
     return StepTime(
-        seconds=seconds,
-        forward=forward,
-        backward=seconds - forward,
+        seconds=(_beside if problem.hardware.asynchronous else _in_turn)(step),
         compute=again * step.compute + step.device_step,
         upload=upload,
         download=download,
@@ -510,18 +500,17 @@ class _Ended:
 _Backward = tuple[float, float, list[float]]
 
 
-def _beside(step: _Step) -> tuple[float, float]:
-    """Return the seconds of a step whose copies and host work overlap computation, and the seconds of its forwards."""
+def _beside(step: _Step) -> float:
+    """Return the seconds of a step whose copies and host work overlap computation."""
     again = step.problem.training.accumulate
     back = _backward(step) if step.network is None or again > 1 else None
     ended = _ended(step, back)
     begun, stepped = _update(step, ended)
     end = _forward(step, begun, ended.down, stepped)
     if again == 1 or back is None:
-        return end, end - begun
+        return end
     others = _other(step, back, adds=False) + (again - 2) * _other(step, back, adds=True)
-    forward = (again - 1) * _forward(step, 0.0, 0.0, {})
-    return end + forward + others, end - begun + forward
+    return end + (again - 1) * _forward(step, 0.0, 0.0, {}) + others
 
 
 def _ended(step: _Step, back: _Backward | None) -> _Ended:
@@ -540,8 +529,8 @@ def _other(step: _Step, back: _Backward, adds: bool) -> float:
     return max(computed, down, _worked(step, arrived, adds)[0])
 
 
-def _in_turn(step: _Step) -> tuple[float, float]:
-    """Return the seconds of a step in which nothing overlaps, and the seconds of its forwards."""
+def _in_turn(step: _Step) -> float:
+    """Return the seconds of a step in which nothing overlaps."""
     again, host, clips = step.problem.training.accumulate, step.host, step.problem.training.clips
     forward = backward = 0.0
     for at in step.positions:
@@ -552,8 +541,7 @@ def _in_turn(step: _Step) -> tuple[float, float]:
     backward += sum(step.gradients.download)
     update = host.cast + (again - 1) * host.add + host.step + (host.norm + host.scale if clips else 0.0)
     sent = step.network.sent if step.network is not None else 0.0
-    seconds = again * (forward + backward) + update + step.device_step + sent
-    return seconds, again * forward
+    return again * (forward + backward) + update + step.device_step + sent
 
 
 def _log_in_turn(step: _Step, log: WorkLog) -> None:
