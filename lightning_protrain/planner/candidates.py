@@ -156,11 +156,6 @@ class Packing:
         """Return the policies of all blocks."""
         return lay_out(len(self.problem.layout.blocks), self.steps, self.places[:num_swap], num_steps)
 
-    def keeps(self, point: Point) -> int:
-        """Return how many blocks with offloaded chunks keep their activations."""
-        persistent = len(self.chunks) - point.offloaded
-        return sum(last >= persistent for last in self._kept(point.num_swap, point.num_steps))
-
     def _kept(self, num_swap: int, num_steps: int) -> list[int]:
         """Return the index of the last chunk of each block that keeps its activations; -1: it has no chunk."""
         policies = self.policies(num_swap, num_steps)

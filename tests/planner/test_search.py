@@ -77,12 +77,13 @@ def random_pins(source: random.Random, problem: Problem, names: tuple[str, ...],
     free = Knobs() if selective else Knobs(num_keep_offloaded_blocks=0)
     packing = source.choice(candidates.packings(problem, free))
     point = source.choice([point for point in packing.points(Knobs()) if not point.num_inputs])
+    persistent = len(packing.chunks) - point.offloaded
     values = {
-        "num_persistent_chunks": len(packing.chunks) - point.offloaded,
+        "num_persistent_chunks": persistent,
         "num_chunk_buffers": source.randint(packing.fewest_buffers(point.offloaded), point.offloaded + 1),
         "num_swap_blocks": point.num_swap,
         "num_checkpoint_blocks": point.num_steps,
-        "num_keep_offloaded_blocks": packing.keeps(point),
+        "num_keep_offloaded_blocks": sum(last >= persistent for last in packing._kept(point.num_swap, point.num_steps)),
         "chunk_bytes": packing.chunk_bytes or 1 << 40,
     }
     return Knobs(**{name: values[name] for name in names})
