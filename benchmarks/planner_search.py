@@ -15,7 +15,7 @@ from benchmarks.report import table
 from lightning_protrain.config import Knobs
 from lightning_protrain.planner.candidates import packings
 from lightning_protrain.planner.problem import Problem, Training
-from lightning_protrain.planner.search import find
+from lightning_protrain.planner.search import find_any
 from lightning_protrain.profiler.gpu_specs import gpu
 from lightning_protrain.profiler.records import ParameterInfo
 from tests.planner.brute import Candidate, all_candidates, fastest
@@ -164,7 +164,7 @@ def _pieces(info: ParameterInfo, piece_bytes: int) -> list[ParameterInfo]:
 
 def measure(name: str, problem: Problem, target: float | None = None) -> Search:
     """Search several times; `target` is the maximum processor time in seconds, or None."""
-    found, seconds = timed(lambda: find(problem, Knobs()), REPEATS)
+    found, seconds = timed(lambda: find_any(problem, Knobs()), REPEATS)
     packed = packings(problem, Knobs())
     counts = [len(packing.chunks) for packing in packed]
     assert problem.device_bytes is not None
@@ -182,7 +182,7 @@ def measure(name: str, problem: Problem, target: float | None = None) -> Search:
 
 def try_all(name: str, problem: Problem) -> Trial:
     """Search, and try all plans."""
-    found, seconds = timed(lambda: find(problem, Knobs()), REPEATS)
+    found, seconds = timed(lambda: find_any(problem, Knobs()), REPEATS)
     (plans, least), (all_seconds,) = timed(lambda: _tried(problem), 1)
     return Trial(
         name,

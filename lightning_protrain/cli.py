@@ -40,7 +40,6 @@ from lightning_protrain.commands.mistakes import (
     REFUSALS,
     explain,
     is_refusal,
-    is_shown_by_first_rank,
     key_in,
     mistake_in,
     nearest,
@@ -52,6 +51,7 @@ from lightning_protrain.commands.mistakes import (
 )
 from lightning_protrain.config import hide_noise
 from lightning_protrain.data.datamodule import ChatDataModule
+from lightning_protrain.distributed.failures import FirstRankRefused
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.trainer import PlanningTrainer
 
@@ -400,12 +400,7 @@ def _as_list(entries: Any) -> list[Any]:
 
 
 def _check_trainer(settings: Mapping[str, Any], ckpt_path: str | None) -> None:
-    """Raise ValueError for wrong settings of the Trainer.
-
-    Args:
-        settings: Settings of the Trainer.
-        ckpt_path: Checkpoint to start from; `"best"` requires a callback with `monitor`.
-    """
+    """Raise ValueError for wrong settings of the Trainer; `ckpt_path="best"` requires a callback with `monitor`."""
     known = {
         "accelerator": {"auto", "gpu", *AcceleratorRegistry.available_accelerators()},
         "strategy": {"auto", *StrategyRegistry.available_strategies()},
@@ -498,7 +493,7 @@ def _is_interrupt(error: BaseException | None) -> bool:
 
 def end(error: BaseException) -> NoReturn:
     """Exit without a traceback if the error is a refusal, silently if rank 0 shows it; raise any other error."""
-    if is_shown_by_first_rank(error):
+    if isinstance(error.__cause__, FirstRankRefused):
         sys.exit(1)
     if not is_refusal(error):
         raise error

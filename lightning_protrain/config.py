@@ -204,11 +204,6 @@ class Knobs:
         return set(self.given) >= {field.name for field in fields(self)} - {"num_keep_offloaded_blocks"}
 
     @property
-    def leave_policies(self) -> bool:
-        """True if no knob sets the number of blocks that checkpoint or keep, so that selective blocks are allowed."""
-        return self.num_checkpoint_blocks is None and self.num_keep_offloaded_blocks is None
-
-    @property
     def forbids_alone(self) -> tuple[str, ...]:
         """Names of knobs that only forbid a policy: `num_keep_offloaded_blocks` if it is 0."""
         return ("num_keep_offloaded_blocks",) if self.num_keep_offloaded_blocks == 0 else ()

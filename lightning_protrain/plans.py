@@ -230,15 +230,7 @@ def _with_choice(
     gpu: str,
     reason: str = "float32 weights do not fit",
 ) -> Plan | ValueError:
-    """Return a plan with a sentence on the precision and the optimizer that were chosen for the user.
-
-    Args:
-        answer: The plan; an error is returned as it is.
-        training: The training that is planned.
-        planner: Its planner.
-        gpu: Name of the GPU.
-        reason: Reason for an optimizer with float32 masters.
-    """
+    """Return a plan with a sentence on the precision and optimizer chosen for the user, and an error as it is."""
     if isinstance(answer, ValueError) or answer.prediction is None:
         return answer
     workload, ranks = planner.known[gpu], replace(planner.dry_run.ranks, sharding=answer.sharding)
@@ -257,7 +249,6 @@ class _Largest:
     """Searches for the longest text that fits, or for the batch size with most tokens per second.
 
     Args:
-        model: The model.
         options: Options of the training, with the length or the batch size to search for.
         hardware: Hardware with one GPU.
     """

@@ -101,11 +101,7 @@ def _warn_of_wait(rank: int, seconds: float, what: str) -> None:
 
 
 class _Heart:
-    """The connection of this process to the store, and a thread that shows the other ranks that it is alive.
-
-    Args:
-        group: Default process group.
-    """
+    """The connection of this process to the store, and a thread that shows the other ranks that it is alive."""
 
     def __init__(self, group: Any) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()

@@ -163,15 +163,7 @@ def _refuse_all(answers: Mapping[str, object]) -> None:
 def _batch_sentence(
     answers: Answers, data: object | None, batch_size: int | None, length: int | None, accumulate: int
 ) -> str:
-    """Return a sentence on the batch of the plans and the source of its size.
-
-    Args:
-        answers: Plans by name of the hardware.
-        data: The data module, or the module with its own data; None for a synthetic batch.
-        batch_size: Number of samples that the user has given, or None.
-        length: Tokens of a sample that the user has given, or None.
-        accumulate: Micro-batches of a step.
-    """
+    """Return a sentence on the batch of the plans and the source of its size; without `data` it is synthetic."""
     predictions = [answer.prediction for answer in answers.values() if isinstance(answer, Plan)]
     known = next((prediction for prediction in predictions if prediction is not None and prediction.tokens), None)
     size = f" of {known.samples} x {known.tokens // max(known.samples, 1)} tokens" if known is not None else ""

@@ -77,11 +77,7 @@ MORE_MODULES = {
 MAX_CONSTRUCTOR_ARGUMENTS, MAX_ARGUMENTS = 6, 5
 MORE_ARGUMENTS = {
     "data.chat.mask._trained_turns": 6,
-    "device.topology.find_peers": 6,
     "device.topology.peers_found": 6,
-    "device.topology.probe": 6,
-    "models.loading.load_model": 7,
-    "models.loading.outline_model": 7,
     "profiler.profile.profile_model": 8,
     "runtime.optim.step.bound_norm": 6,
     "runtime.optim.step.fused_host_step": 6,

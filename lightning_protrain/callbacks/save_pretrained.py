@@ -182,13 +182,7 @@ def _states(trainer: Trainer, read: Callable[[Optimizer], Mapping[str, Any]]) ->
 
 @contextmanager
 def _in_dtype(model: Any, dtype: str | None, states: _States) -> Iterator[None]:
-    """Let the model hold its weights in a dtype within this context; of a PEFT model, those that are trained.
-
-    Args:
-        model: The model.
-        dtype: Key of `DTYPES`; None: change nothing.
-        states: Result of `_states`, for masters.
-    """
+    """Let a model (with PEFT: what is trained) hold its weights in one of `DTYPES` in this context; None: no change."""
     if dtype is None:
         yield
         return

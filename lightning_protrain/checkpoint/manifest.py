@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import xxhash
 
@@ -106,12 +106,6 @@ DIGESTS = {"xxh3_128": 32, "crc32": 8, "sha256": 64}
 DEFAULT = "xxh3_128"
 
 
-class _Running(Protocol):
-    def update(self, data: memoryview | bytes | bytearray, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-
 class _Crc32:
     def __init__(self) -> None:
         self._value = 0
@@ -123,7 +117,7 @@ class _Crc32:
         return f"{self._value:08x}"
 
 
-_ALGORITHMS: dict[str, Callable[[], _Running]] = {
+_ALGORITHMS: dict[str, Callable[[], Any]] = {
     "xxh3_128": xxhash.xxh3_128,
     "crc32": _Crc32,
     "sha256": hashlib.sha256,

@@ -50,10 +50,6 @@ class Reference:
         """Size of the tensor, bytes."""
         return math.prod(self.shape) * _BY_NAME[self.dtype].itemsize
 
-    def hollow(self) -> Tensor:
-        """Return a meta tensor of this shape and dtype."""
-        return torch.empty(self.shape, dtype=_BY_NAME[self.dtype], device="meta")
-
     def is_of(self, tensor: Tensor, digest: Callable[[Tensor], str]) -> bool:
         """Return True if `tensor`, cast to the saved dtype, is the referenced tensor.
 
@@ -122,7 +118,10 @@ class References:
 
     def view(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state dict, with a meta tensor for each frozen weight that the checkpoint does not store."""
-        return {**state_dict, **{key: weight.hollow() for key, weight in self.weights.items()}}
+        return {**state_dict} | {
+            key: torch.empty(weight.shape, dtype=_BY_NAME[weight.dtype], device="meta")
+            for key, weight in self.weights.items()
+        }
 
     def refuse_others(self, tensors: Mapping[str, Any], digest: Callable[[Tensor], str], name: str) -> None:
         """Raise ValueError if weights in memory differ from the referenced ones or are missing.
@@ -252,10 +251,7 @@ def _search(
 ) -> dict[tuple[str, str], Tensor]:
     """Return the referenced weights that the source has, by digest and dtype.
 
-    Args:
-        weights: Map from key in the state dict to reference.
-        source: As in `resolve`.
-        is_it: Takes a key and a tensor of the source; returns True if the tensor is the weight of that key.
+    `is_it` takes a key and a tensor of the source; it returns True if the tensor is the weight of that key.
     """
     keys: dict[tuple[str, str], list[str]] = {}
     for key, weight in weights.items():

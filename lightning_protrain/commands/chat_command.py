@@ -26,7 +26,7 @@ from lightning_protrain.data.hub import hub_file, is_path, look_up
 from lightning_protrain.device.device import why_no_gpu
 from lightning_protrain.models.export import export
 from lightning_protrain.models.loading import (
-    load_model,
+    StoredModel,
     num_positions,
     read_config,
     resize_rows,
@@ -207,7 +207,7 @@ def _saved(name: str, device: torch.device) -> tuple[Any, PreTrainedTokenizerBas
         )
     tokenizer = load_tokenizer(place)
     dtype, quantization = _fitting(base, device)
-    model: Any = load_model(base, config, dtype, quantization=quantization)
+    model: Any = StoredModel(base, config, dtype, quantization=quantization).load()
     generation = model.generation_config
     if file is not None:
         model = _adapted(model, name, len(tokenizer))

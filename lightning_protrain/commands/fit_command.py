@@ -443,12 +443,8 @@ class _SizeRun(DryRun):
 def _set_sizes(choice: Choice, machine: Machine, ways: Sequence[TrainingOptions], length: int, most: int) -> None:
     """Set length and micro-batch: no row is cut in the first way to train that fits, else the longest that fits.
 
-    Args:
-        choice: The config, whose sizes are set.
-        machine: The machine.
-        ways: Ways to train, the preferred one first; the last one takes the least memory.
-        length: Tokens at which no row is cut, or that the user has given.
-        most: Most rows of a micro-batch.
+    The last one of `ways` takes the least memory. `length` is where no row is cut, or the user's; `most` is the most
+    rows of a micro-batch.
 
     Raises:
         ValueError: If nothing fits.

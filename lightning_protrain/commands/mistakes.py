@@ -24,7 +24,6 @@ from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_protrain.device.device import why_no_gpu
-from lightning_protrain.distributed.failures import FirstRankRefused
 
 # Types of errors that may be refusals.
 REFUSALS = (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException)
@@ -76,11 +75,6 @@ def is_refusal(error: BaseException) -> bool:
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     return isinstance(error, kinds) and last is not None and last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
-
-
-def is_shown_by_first_rank(error: BaseException) -> bool:
-    """Return True if this rank ends because rank 0 has refused, and shows why."""
-    return isinstance(error.__cause__, FirstRankRefused)
 
 
 def sentence(error: BaseException) -> str:
@@ -140,7 +134,6 @@ class _Setting:
     Attributes:
         key: Full key, such as `data.batch_size`.
         name: Last name in the key.
-        value: The value.
         kind: Name of the class that takes the value as an argument.
         holder: Key of that class.
     """
@@ -180,10 +173,7 @@ def _given(message: str, settings: Iterable[_Setting]) -> set[str]:
 def _quoted(message: str, settings: Iterable[_Setting], names: bool = False) -> set[str]:
     """Return the keys whose value comes first in a message, as in `No data set 'x'` or `x.jsonl, line 1`.
 
-    Args:
-        message: The message.
-        settings: All values of the config.
-        names: True also searches for quoted names, as in `'head' is not a key`.
+    With `names`, also search for quoted names, as in `'head' is not a key`.
     """
     places: dict[int, set[str]] = {}
     for setting in settings:
@@ -427,11 +417,7 @@ _Found = tuple[str, str]  # Key with a mistake, and message.
 def _mistake_among(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str, owner: str) -> _Found | None:
     """Return the first mistake in a mapping: a key that is unknown or has a wrong value.
 
-    Args:
-        hints: Type of each argument by name.
-        values: The mapping.
-        prefix: Prefix of all keys, such as `trainer.`.
-        owner: Description of the mapping, for messages.
+    `hints` has the type of each argument, `prefix` precedes all keys, such as `trainer.`; `owner` is for messages.
     """
     for name, value in values.items():
         key = f"{prefix}{name}"

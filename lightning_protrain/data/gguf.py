@@ -66,12 +66,8 @@ def _in_package(name: str) -> str:
 def _converted(file: Path, nbytes: int, changed: int) -> str:
     """Convert a GGUF file into a folder of float32 weights, unless that folder exists; return the folder.
 
-    The name of the folder contains a hash of the file's content, so the folder is never out of date.
-
-    Args:
-        file: The GGUF file.
-        nbytes: Size of the file, bytes; together with `changed` it makes `cache` miss if the file changes.
-        changed: Modification time of the file, nanoseconds.
+    The name of the folder contains a hash of the file's content, so the folder is never out of date. Size and
+    modification time (`changed`, nanoseconds) make `cache` miss if the file changes.
     """
     with file.open("rb") as opened:
         content = hashlib.file_digest(opened, xxhash.xxh3_128)

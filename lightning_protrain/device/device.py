@@ -45,7 +45,7 @@ try:
 except ImportError:  # Windows has no limits of this kind.
     resource = None  # type: ignore[assignment]
 
-from lightning_protrain.device.host import HostMemory, HostWorker, Job, KeptFromForks, step_threads, worker_cores
+from lightning_protrain.device.host import Event, HostMemory, HostWorker, Job, KeptFromForks, step_threads, worker_cores
 from lightning_protrain.device.recording import Lane, Recording
 from lightning_protrain.device.topology import allocator_settings, numa_node, pci_address
 
@@ -374,16 +374,6 @@ class CPUDevice(Device):
 
     def free_bytes(self) -> int | None:
         return None
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Return True if all work before the event has ended."""
-
-    def synchronize(self) -> None:
-        """Block the host until all work before the event has ended."""
 
 
 class Stream(Protocol):

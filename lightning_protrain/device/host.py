@@ -232,11 +232,14 @@ class Job(Protocol):
         """Call `function` with the job: on the worker thread when the job ends, or at once if it has ended."""
 
 
-class Fence(Protocol):
-    """An event of the device: the part of `torch.cuda.Event` that is used."""
+class Event(Protocol):
+    """A point in a stream."""
 
     def query(self) -> bool:
-        """Return True if the event has ended."""
+        """Return True if all work before the event has ended."""
+
+    def synchronize(self) -> None:
+        """Block the host until all work before the event has ended."""
 
 
 def place_in(jobs: Sequence[Job], waiting: Iterable[Job]) -> Callable[[Job], int]:
@@ -266,7 +269,7 @@ class HostWorker:
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: deque[tuple[Future[object], Callable[[], object]]] = deque()
         # Key by which the waiting jobs are sorted, and the event on whose end they are.
-        self._order: tuple[Callable[[Job], int], Fence | None] | None = None
+        self._order: tuple[Callable[[Job], int], Event | None] | None = None
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], object]) -> Job:
@@ -283,7 +286,7 @@ class HostWorker:
         self._pool.submit(self._run_next)
         return job
 
-    def reorder(self, jobs: Sequence[Job], after: Fence | None = None) -> None:
+    def reorder(self, jobs: Sequence[Job], after: Event | None = None) -> None:
         """Sort the jobs that have not started: first all others, then `jobs` in this order, then jobs submitted later.
 
         Args:

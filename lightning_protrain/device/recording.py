@@ -5,27 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 # Kind of work. "compute": work on the compute stream. "stall": the compute stream waits for a copy. "host": the host
 # steps the optimizer. "network": the compute stream waits for an all-reduce. The others are copies.
 Lane = Literal["compute", "stall", "upload", "download", "swap_out", "swap_in", "host", "network"]
-
-
-class HasClock(Protocol):
-    """The part of `Device` that a recording uses."""
-
-    def mark(self, lane: Lane) -> Any:
-        """Return a timing mark after the work queued on the stream of a lane."""
-
-    def seconds_between(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two marks that the device has reached."""
-
-    def host_clock(self) -> float:
-        """Return the host's clock, seconds."""
-
-    def synchronize(self) -> None:
-        """Block the host until all queued work of the device has ended."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +30,9 @@ class Span:
 
 
 class Recording:
-    """A recording of the work of a device's streams, from its construction on."""
+    """A recording of the work of the streams of a `Device`, from its construction on."""
 
-    def __init__(self, device: HasClock) -> None:
+    def __init__(self, device: Any) -> None:
         self._device = device
         self._origin = device.mark("compute")
         self._host_origin = device.host_clock()  # The same moment as `_origin`: the caller has synchronized the device.

@@ -16,12 +16,12 @@ import json
 import mmap
 import os
 import platform
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -207,34 +207,22 @@ class PeerAccess:
         return text
 
 
-class MeetingPoint(Protocol):
-    """Address of rank 0: the part of Lightning's cluster environments that is used."""
-
-    @property
-    def main_address(self) -> str:
-        """Host, as in `MASTER_ADDR`."""
-
-    @property
-    def main_port(self) -> int:
-        """Port, as in `MASTER_PORT`."""
-
-
 @contextmanager
 def peers_found(
-    meeting: MeetingPoint,
+    meeting: Any,
     rank: int,
     world_size: int,
     device: torch.device,
     devices: Sequence[torch.device] | None,
     timeout: timedelta | None = default_pg_timeout,
 ) -> Iterator[PeerAccess]:
-    """Probe the GPUs of all ranks and yield the common decision; see [Note: Peer-to-peer].
+    """Probe the GPUs of all ranks, set `NCCL_P2P_DISABLE` if they must, and yield their decision: [Note: Peer-to-peer].
 
     Every rank enters the context and creates the process group within it, which may use the same port. GPUs are not
     probed if there is only one rank, or if a process group exists.
 
     Args:
-        meeting: Address of rank 0.
+        meeting: Lightning's cluster environment, with the address of rank 0.
         rank: Global rank.
         world_size: Number of ranks.
         device: Device of this rank.
@@ -253,46 +241,15 @@ def peers_found(
     store: dist.Store
     store, _, _ = next(dist.rendezvous(url, timeout=limit))
     store.set_timeout(limit)
-    yield find_peers(store, rank, world_size, device, devices or (), os.environ)
+    others = [other.index for other in devices or () if other != device]
+    access = agree(store, rank, world_size, probe(rank, device.index, others, os.environ.get(SETTING)))
+    if access.switched_off:
+        os.environ[SETTING] = "1"
+    yield access
     del store  # Keep it until here: other ranks may still read it, and the process group uses its port.
 
 
-def find_peers(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    devices: Sequence[torch.device],
-    environment: MutableMapping[str, str],
-) -> PeerAccess:
-    """Probe the GPU of this rank, agree with all ranks, and set `NCCL_P2P_DISABLE` if the decision requires it.
-
-    Args:
-        store: Store that all ranks share.
-        rank: Global rank.
-        world_size: Number of ranks.
-        device: Device of this rank.
-        devices: Devices of this node's ranks that this process sees.
-        environment: Environment variables, which may be changed.
-
-    Raises:
-        RuntimeError: If a rank has not answered in time; the message names the rank.
-    """
-    others = [other.index for other in devices if other != device]
-    access = agree(store, rank, world_size, probe(rank, device.index, others, environment.get(SETTING)))
-    if access.switched_off:
-        environment[SETTING] = "1"
-    return access
-
-
-def probe(
-    rank: int,
-    gpu: int,
-    others: Sequence[int],
-    setting: str | None = None,
-    reach: Callable[[int, int], bool] = reaches,
-    count_nvlinks: Callable[[], Sequence[Sequence[int]] | None] = nvlink_counts,
-) -> PeerReport:
+def probe(rank: int, gpu: int, others: Sequence[int], setting: str | None) -> PeerReport:
     """Return the report of this rank about its GPU.
 
     Args:
@@ -300,15 +257,13 @@ def probe(
         gpu: Index of this rank's GPU in this process.
         others: Indices of the GPUs of the other ranks of this node.
         setting: Value of `NCCL_P2P_DISABLE`; None if it is not set.
-        reach: Returns True if the first GPU reaches the second.
-        count_nvlinks: Returns the number of NVLinks between each pair, or None.
     """
     machine = platform.node()
     if not others:
         return PeerReport(rank, machine, setting=setting)
     try:
-        refused = [other for other in others if not reach(gpu, other)]
-        counts = None if refused else count_nvlinks()
+        refused = [other for other in others if not reaches(gpu, other)]
+        counts = None if refused else nvlink_counts()
         joined = None if counts is None else all(counts[gpu][other] > 0 for other in others)
     except _ERRORS as error:
         lines = str(error).splitlines() or ["no message"]

@@ -159,7 +159,7 @@ class SigtermWatch:
         handler = signal.signal(signal.SIGURG, lambda *_: self._answered.set())
         watch = threading.Thread(target=self._watch, args=(reads, rank), name="protrain SIGTERM", daemon=True)
         watch.start()
-        register_after_fork(self, _stop_waking)  # A worker of a DataLoader has the pipe, too.
+        register_after_fork(self, lambda _: signal.set_wakeup_fd(-1))  # A worker of a DataLoader has the pipe, too.
         # In reverse order: the thread may wait for an answer until it has ended.
         self._restores.callback(signal.signal, signal.SIGURG, signal.SIG_DFL if handler is None else handler)
         self._restores.callback(watch.join)
@@ -212,10 +212,6 @@ class SigtermWatch:
                 return True
             if left <= _RESENT:
                 return False
-
-
-def _stop_waking(_: SigtermWatch) -> None:
-    signal.set_wakeup_fd(-1)
 
 
 class RankSync:

@@ -85,7 +85,6 @@ from lightning_protrain.fsdp2.state_dicts import (
 )
 from lightning_protrain.fsdp2.units import (
     ShardUnits,
-    checkpoints_itself,
     choose_checkpointed,
     choose_units,
     num_checkpointed,
@@ -368,7 +367,7 @@ class ProTrainFSDP2Strategy(ModelParallelStrategy):
         count = num_checkpointed(options, names, model) if fitting else 0
         if count:
             refuse_own_checkpointing(model)
-        elif count is None and checkpoints_itself(model):
+        elif count is None and any(getattr(part, "gradient_checkpointing", False) is True for part in model.modules()):
             count = 0
         if not is_sharded:
             refuse_sharded(model)

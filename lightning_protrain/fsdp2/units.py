@@ -187,8 +187,3 @@ def num_checkpointed(options: FSDPOptions, names: Sequence[str], model: nn.Modul
             f'recompute their activations. Give at most {len(names)}, or "all".'
         )
     return wanted
-
-
-def checkpoints_itself(model: nn.Module) -> bool:
-    """Return True if the user has enabled gradient checkpointing of a transformers model."""
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())

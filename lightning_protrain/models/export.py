@@ -22,7 +22,7 @@ from lightning_protrain.data.batches.tokenizer import load_tokenizer, unpack_fil
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.float32_masters import float32_weights
-from lightning_protrain.models.loading import build_model, load_model
+from lightning_protrain.models.loading import StoredModel, build_model
 from lightning_protrain.models.lora import save_model, with_lora
 from lightning_protrain.models.model_card import TrainingFacts, facts_of_checkpoint, warning_of_cards, write_card
 from lightning_protrain.progress import waiting
@@ -140,14 +140,14 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
 
 def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
     """Return the model with trained adapters on its original weights, before quantisation."""
-    base = load_model(
+    base = StoredModel(
         settings["model"],
         _config({**settings, "vocab_size": None}),  # Its weights are resized after they are read.
         settings["dtype"],
         vocab_size=settings.get("vocab_size"),
         allow_pickle=bool(settings.get("allow_pickle")),
     )
-    model = with_lora(base, settings["lora"])
+    model = with_lora(base.load(), settings["lora"])
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     lost = [name for name in trained if name not in weights]
     if lost:

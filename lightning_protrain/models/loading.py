@@ -1,7 +1,7 @@
 """Construction of models of transformers, and loading of their weights into host memory, one tensor at a time.
 
-transformers renames, splits and stacks the tensors of a checkpoint to make the weights of its model. `load_model` first
-passes it meta tensors with the names and shapes in the files, so that wrong files are refused before memory is
+transformers renames, splits and stacks the tensors of a checkpoint to make the weights of its model. `StoredModel`
+first passes it meta tensors with the names and shapes in the files, so that wrong files are refused before memory is
 allocated. Then it passes tensors that are read from their file when transformers uses them. They are read, not
 memory-mapped: mapped pages would count as memory of the process, and mapped weights would change with their file.
 
@@ -349,18 +349,11 @@ def load_once(trainer: Any, load: Callable[[], T], outline: Callable[[], T]) -> 
     return load() if shares is None else shares(load, outline)
 
 
-def load_model(
-    folder: str,
-    config: PretrainedConfig,
-    dtype: str,
-    attn_implementation: str | None = None,
-    vocab_size: int | None = None,
-    allow_pickle: bool = False,
-    quantization: Mapping[str, Any] | None = None,
-) -> PreTrainedModel:
-    """Load a pretrained model into host memory, as the module's docstring explains.
+@dataclass(frozen=True)
+class StoredModel:
+    """A pretrained model to load.
 
-    Args:
+    Attributes:
         folder: Folder, GGUF file or Hugging Face id.
         config: Config of the model.
         dtype: Name of a torch dtype; `auto` takes the dtype of the config, or else that of the weight files.
@@ -368,40 +361,84 @@ def load_model(
         vocab_size: New number of embedding rows; None leaves it unchanged.
         allow_pickle: True allows unpickling `.bin` files if there are no safetensors files.
         quantization: Arguments of `BitsAndBytesConfig`, to quantise weights while reading; None does not quantise.
-
-    Raises:
-        ValueError: If `quantization` is given without bitsandbytes; if there are no weights, or only pickled or
-            already quantised ones; or if names or shapes of weights do not match the model.
     """
-    if quantization is not None:
-        require_installed()
-    folder = local_name(folder)
-    refuse_quantised(config, folder)
-    files = weight_files(folder)
-    model: PreTrainedModel
-    if files:
+
+    folder: str
+    config: PretrainedConfig
+    dtype: str
+    attn_implementation: str | None = None
+    vocab_size: int | None = None
+    allow_pickle: bool = False
+    quantization: Mapping[str, Any] | None = None
+
+    def load(self) -> PreTrainedModel:
+        """Load the model into host memory, as the module's docstring explains.
+
+        Raises:
+            ValueError: If `quantization` is given without bitsandbytes; if there are no weights, or only pickled or
+                already quantised ones; or if names or shapes of weights do not match the model.
+        """
+        if self.quantization is not None:
+            require_installed()
+        folder = local_name(self.folder)
+        refuse_quantised(self.config, folder)
+        files = weight_files(folder)
+        model: PreTrainedModel
+        if files:
+            stored = stored_tensors(files)
+            kind, options = _kind_of(self.config), self._options(stored)
+            _check(folder, kind, stored, options)
+            if self.quantization is not None:
+                options |= {"quantization_config": quantizer(self.quantization), "device_map": {"": "cpu"}}
+            # The kernels of bitsandbytes expect its code tables in float32.
+            quantises = local_torch_dtype(torch.float32) if self.quantization is not None else nullcontext()
+            with quantises, hidden_bars(), waiting("Loading weights"):
+                model, _ = kind.from_pretrained(None, state_dict=stored, **options)
+            keep_layout(model)
+            _remember(model, folder)
+        else:
+            _refuse_pickle(folder, self.allow_pickle)
+            if self.quantization is not None:
+                raise ValueError(f"Pickled weights cannot be quantised: convert those in {folder!r} to safetensors.")
+            kind, options = _kind_of(self.config), self._options()
+            with hub_refusals(folder):
+                model, loaded = kind.from_pretrained(folder, use_safetensors=False, **options)
+            _refuse_keys(folder, kind.__name__, loaded)
+        if self.vocab_size not in (None, vocab_size_of(model.config)):
+            resize_rows(model, self.vocab_size)
+        return model
+
+    def outline(self) -> PreTrainedModel:
+        """Return the model on the meta device; pickled weights are loaded nevertheless.
+
+        Raises:
+            ValueError: As in `load`.
+        """
+        folder = local_name(self.folder)
+        refuse_quantised(self.config, folder)
+        files = weight_files(folder)
+        if not files:
+            with torch.device("cpu"):
+                return self.load()
         stored = stored_tensors(files)
-        kind, options = _kind_of(config), _options(config, dtype, attn_implementation, stored)
-        _check(folder, kind, stored, options)
-        if quantization is not None:
-            options |= {"quantization_config": quantizer(quantization), "device_map": {"": "cpu"}}
-        # The kernels of bitsandbytes expect its code tables in float32.
-        quantises = local_torch_dtype(torch.float32) if quantization is not None else nullcontext()
-        with quantises, hidden_bars(), waiting("Loading weights"):
-            model, _ = kind.from_pretrained(None, state_dict=stored, **options)
-        keep_layout(model)
+        with torch.device("cpu"):  # from_pretrained fails if the default device is meta.
+            model = _check(folder, _kind_of(self.config), stored, self._options(stored))
         _remember(model, folder)
-    else:
-        _refuse_pickle(folder, allow_pickle)
-        if quantization is not None:
-            raise ValueError(f"Pickled weights cannot be quantised: convert those in {folder!r} to safetensors.")
-        kind, options = _kind_of(config), _options(config, dtype, attn_implementation)
-        with hub_refusals(folder):
-            model, loaded = kind.from_pretrained(folder, use_safetensors=False, **options)
-        _refuse_keys(folder, kind.__name__, loaded)
-    if vocab_size not in (None, vocab_size_of(model.config)):
-        resize_rows(model, vocab_size)
-    return model
+        if self.quantization is not None:
+            quantize_without_memory(model, self.quantization)
+        if self.vocab_size not in (None, vocab_size_of(model.config)):
+            model.resize_token_embeddings(self.vocab_size, mean_resizing=False)
+        return model
+
+    def _options(self, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, Any]:
+        """Return arguments for `from_pretrained`; mismatched shapes are returned instead of raised."""
+        return {
+            "config": self.config,
+            "dtype": self.dtype if stored is None else dtype_of(self.dtype, self.config, stored),
+            "attn_implementation": self.attn_implementation,
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+        }
 
 
 def resize_rows(model: PreTrainedModel, num_rows: int) -> None:
@@ -418,7 +455,7 @@ def check_source(model: str, allow_pickle: bool) -> None:
 
     Args:
         model: Folder, GGUF file or Hugging Face id.
-        allow_pickle: As in `load_model`.
+        allow_pickle: As in `StoredModel`.
     """
     config, folder = read_config(model), local_name(model)
     refuse_quantised(config, folder)
@@ -431,37 +468,6 @@ def check_source(model: str, allow_pickle: bool) -> None:
     hub_file(folder, CONFIG_NAME, required=True)  # `read_config` needs no access to a model whose config is shipped.
     if not {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME} & {*file_names(folder)}:
         _refuse_pickle(folder, allow_pickle)
-
-
-def outline_model(
-    folder: str,
-    config: PretrainedConfig,
-    dtype: str,
-    attn_implementation: str | None = None,
-    vocab_size: int | None = None,
-    allow_pickle: bool = False,
-    quantization: Mapping[str, Any] | None = None,
-) -> PreTrainedModel:
-    """Return the model of `load_model` on the meta device; pickled weights are loaded nevertheless.
-
-    Raises:
-        ValueError: As in `load_model`.
-    """
-    folder = local_name(folder)
-    refuse_quantised(config, folder)
-    files = weight_files(folder)
-    if not files:
-        with torch.device("cpu"):
-            return load_model(folder, config, dtype, attn_implementation, vocab_size, allow_pickle, quantization)
-    stored = stored_tensors(files)
-    with torch.device("cpu"):  # from_pretrained fails if the default device is meta.
-        model = _check(folder, _kind_of(config), stored, _options(config, dtype, attn_implementation, stored))
-    _remember(model, folder)
-    if quantization is not None:
-        quantize_without_memory(model, quantization)
-    if vocab_size not in (None, vocab_size_of(model.config)):
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    return model
 
 
 def weight_files(folder: str) -> list[Path]:
@@ -534,22 +540,6 @@ def refuse_quantised(config: PretrainedConfig, folder: str) -> None:
 def _kind_of(config: PretrainedConfig) -> Any:
     with torch.device("meta"):  # Auto classes cannot load from a state dict, but the model's own class can.
         return type(auto_class(config).from_config(config))
-
-
-def _options(
-    config: PretrainedConfig,
-    dtype: str,
-    attn_implementation: str | None,
-    stored: Mapping[str, StoredTensor] | None = None,
-) -> dict[str, Any]:
-    """Return arguments for `from_pretrained`; mismatched shapes are returned instead of raised."""
-    return {
-        "config": config,
-        "dtype": dtype if stored is None else dtype_of(dtype, config, stored),
-        "attn_implementation": attn_implementation,
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,
-    }
 
 
 def _remember(model: PreTrainedModel, folder: str) -> None:

@@ -31,17 +31,16 @@ from lightning_protrain.data.batches.loader import IGNORE_INDEX, WEIGHT_UNITS, B
 from lightning_protrain.distributed.failures import SharedFailure
 from lightning_protrain.models.bnb import check_quantization, quantize_without_memory, require_installed
 from lightning_protrain.models.loading import (
+    StoredModel,
     build_model,
     check_config,
     check_media,
     check_packing,
     check_positions,
     check_source,
-    load_model,
     load_once,
     names_vocab_size,
     num_positions,
-    outline_model,
     read_config,
     vocab_size_of,
     without_masks,
@@ -421,15 +420,15 @@ class CausalLMModule(RestorableModule):
         if self.model is None:
             # Without a Trainer, the caller may load weights next.
             self._is_new = self._trainer is not None and self.hparams["model"] is None
-            self.model = load_once(self._trainer, self._build, partial(self._build, outline_model))
+            self.model = load_once(self._trainer, self._build, partial(self._build, StoredModel.outline))
             if self._new_tokens and self.hparams["lora"] is not None:
                 shown = ", ".join([*self._new_tokens.values()][:_SHOWN]) + ", ..." * (len(self._new_tokens) > _SHOWN)
                 rank_zero_info(f"The rows of {plural(len(self._new_tokens), 'new token')} are trained: {shown}.")
 
-    def _build(self, load: Callable[..., PreTrainedModel] = load_model) -> Any:
+    def _build(self, load: Callable[[StoredModel], PreTrainedModel] = StoredModel.load) -> Any:
         config, hparams = self._resolve_config(), self.hparams
         options = {name: hparams[name] for name in ("dtype", "attn_implementation")}
-        if hparams["model"] is None or (load is load_model and torch.get_default_device().type == "meta"):
+        if hparams["model"] is None or (load is StoredModel.load and torch.get_default_device().type == "meta"):
             if hparams["vocab_size"] is not None:
                 config.get_text_config().vocab_size = hparams["vocab_size"]
             model = build_model(config, **options)
@@ -437,7 +436,7 @@ class CausalLMModule(RestorableModule):
                 quantize_without_memory(model, hparams["quantization"])
         else:
             options |= {name: hparams[name] for name in ("vocab_size", "allow_pickle", "quantization")}
-            model = load(hparams["model"], config, **options)
+            model = load(StoredModel(hparams["model"], config, **options))
         without_masks(model)
         if hparams["loss_chunk_tokens"] is not None and not has_plain_head(model):
             rank_zero_warn(

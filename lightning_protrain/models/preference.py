@@ -18,7 +18,7 @@ from torchmetrics import MetricCollection
 from lightning_protrain.data.batches.loader import IGNORE_INDEX, Batch
 from lightning_protrain.data.batches.token_cache import CACHE_DIR
 from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.models.loading import load_model
+from lightning_protrain.models.loading import StoredModel
 from lightning_protrain.models.loss import token_logps
 from lightning_protrain.models.metrics import NonFinite
 from lightning_protrain.models.module import CausalLMModule, NumberCheck, check_numbers
@@ -114,7 +114,7 @@ class PreferenceModule(CausalLMModule):
         metrics: dict[str, Any] = {} if self.objective.has_pairs else {"loss": KTOLoss(self.objective, nonfinite)}
         return metrics | {name: RowMean(nonfinite) for name in names}
 
-    def _build(self, load: Any = load_model) -> Any:
+    def _build(self, load: Any = StoredModel.load) -> Any:
         model = super()._build(load)
         if self.hparams["disable_dropout"]:
             for module in model.modules():

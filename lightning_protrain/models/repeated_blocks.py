@@ -211,7 +211,6 @@ class _Collecting(DryRun):
 
     Attributes:
         slices: True to profile the step with slices of the tokens.
-        requests: The stored request.
         known: Workload with the profile of its step, by GPU name; None: it cannot be sliced.
     """
 

@@ -156,11 +156,6 @@ class Packing:
         """Return the policies of all blocks."""
         return lay_out(len(self.problem.layout.blocks), self.steps, self.places[:num_swap], num_steps)
 
-    def keeps(self, point: Point) -> int:
-        """Return how many blocks with offloaded chunks keep their activations."""
-        persistent = len(self.chunks) - point.offloaded
-        return sum(last >= persistent for last in self._kept(point.num_swap, point.num_steps))
-
     def _kept(self, num_swap: int, num_steps: int) -> list[int]:
         """Return the index of the last chunk of each block that keeps its activations; -1: it has no chunk."""
         policies = self.policies(num_swap, num_steps)
@@ -255,7 +250,8 @@ def packings(problem: Problem, knobs: Knobs) -> list[Packing]:
     check_counts(problem.layout, knobs.num_swap_blocks or 0, knobs.num_checkpoint_blocks or 0)
     sizes = problem.chunk_bytes if knobs.chunk_bytes is None else (knobs.chunk_bytes,)
     places = _places(problem, knobs.num_swap_blocks)
-    steps = order_steps(_recomputations(problem, knobs.leave_policies))
+    selective = knobs.num_checkpoint_blocks is None and knobs.num_keep_offloaded_blocks is None
+    steps = order_steps(_recomputations(problem, selective))
     if not all(block.name for block in problem.layout.blocks):
         places, steps = (), ()  # The root module cannot be run again.
     made: list[Packing] = []

@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from lightning_protrain.config import plural
+from lightning_protrain.planner.placement import BlockPlan, ChunkPlan, MemoryTerms
 from lightning_protrain.planner.plots import UnitRow
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY, OTHER_RANKS, Prediction
 
@@ -25,56 +26,20 @@ _UNIT_COLUMNS = ("chunks", "size", "where", "activations")
 _TEXTS = ("where", "activations", "of", "term", "mostly")
 
 
-class _Chunk(Protocol):
-    """The part of a `ChunkPlan` that this module reads."""
-
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def resident(self) -> bool: ...
-
-
-class _Block(Protocol):
-    """The part of a `BlockPlan` that this module reads."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def policy(self) -> str: ...
-
-    @property
-    def swap_bytes(self) -> int: ...
-
-
-class _Memory(Protocol):
-    """The part of `MemoryTerms` that this module reads."""
-
-    @property
-    def by_name(self) -> Mapping[str, int]: ...
-
-    @property
-    def total(self) -> int: ...
-
-
 class Explained(Protocol):
     """The part of a `Plan` that this module reads."""
 
     @property
-    def chunks(self) -> Sequence[_Chunk]: ...
+    def chunks(self) -> Sequence[ChunkPlan]: ...
 
     @property
-    def blocks(self) -> Sequence[_Block]: ...
+    def blocks(self) -> Sequence[BlockPlan]: ...
 
     @property
     def num_chunk_buffers(self) -> int: ...
 
     @property
-    def memory(self) -> _Memory: ...
+    def memory(self) -> MemoryTerms: ...
 
     @property
     def prediction(self) -> Prediction | None: ...

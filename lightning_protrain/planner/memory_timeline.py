@@ -31,7 +31,7 @@ from typing import NamedTuple
 from lightning_protrain.planner.memory import HostUse, host_terms, loading_terms, offloaded_of, sums_of, sums_of_all
 from lightning_protrain.planner.plan import ALIGNMENT, BlockPolicy, ChunkPlan, Plan, gathers_gradients
 from lightning_protrain.planner.prediction import CHECKPOINT_COPY
-from lightning_protrain.planner.problem import Problem, casts_of
+from lightning_protrain.planner.problem import Problem
 
 # Bytes: the training loop holds copies of the loss of this step and of the previous step, which no profile shows.
 LOSS_COPIES = 2 * ALIGNMENT
@@ -62,11 +62,6 @@ class Phase:
     def total(self) -> int:
         """Total device memory, bytes; at least the sum of all terms, even if fragmentation is negative."""
         return sum(self.device.values()) + max(self.fragmentation, 0)
-
-    @property
-    def host_total(self) -> int:
-        """Total host memory, bytes."""
-        return sum(self.host.values())
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class MemoryTimeline:
     @property
     def host_peak(self) -> int:
         """Peak host memory over all phases, bytes."""
-        return max(phase.host_total for phase in self.phases)
+        return max(sum(phase.host.values()) for phase in self.phases)
 
 
 def memory_timeline(problem: Problem, plan: Plan, counts_host: bool = True) -> MemoryTimeline:
@@ -365,7 +360,7 @@ class _Placed:
         self._live: dict[tuple[int, int], LiveChunks] = {}
         segments, layout, facts = problem.profile.segments, problem.layout, problem.segment_facts
         self.streamed = frozenset(fqn for chunk in chunks if chunk.streamed_dtype for fqn in chunk.parameters)
-        self.casts = [casts_of(segment, self.streamed) if segment.casts else 0 for segment in segments]
+        self.casts = [sum(n for fqn, n in at.casts if fqn in self.streamed) if at.casts else 0 for at in segments]
         self.has_casts = [casts < most for casts, most in zip(self.casts, facts.cast_bytes, strict=True)]
         every = zip(chunks, sums_of_all(layout, chunks), strict=True)
         resident = [(chunk, sums) for chunk, sums in every if chunk.resident]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from enum import StrEnum
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_protrain.config import format_bytes, plural
 from lightning_protrain.planner.explain import Explanation, explain, short_bytes, unit_rows
+from lightning_protrain.planner.placement import BlockPlan, BlockPolicy, ChunkPlan, MemoryTerms, Sharding
 from lightning_protrain.planner.plots import plot_units
 from lightning_protrain.planner.prediction import Prediction, read
 from lightning_protrain.profiler.records import ModelLayout, ParameterInfo
@@ -24,22 +24,6 @@ FORMAT = 5
 ALIGNMENT = 256
 # Bytes. Copying a gradient up to this size takes less time than issuing the copy.
 SMALL_GRADIENT = 1 << 20
-
-
-class BlockPolicy(StrEnum):
-    """The treatment of a block's activations between its forward and its backward (paper, section 3.2)."""
-
-    KEEP = "keep"
-    SELECTIVE = "selective"  # keeps the products and computes the rest again, see [Note: Products]
-    CHECKPOINT = "checkpoint"
-    SWAP = "swap"
-
-
-class Sharding(StrEnum):
-    """The placement of offloaded chunks on several ranks (the modes of ProTrain, section 3.3)."""
-
-    REPLICATE = "replicate"  # every rank holds all offloaded chunks, with their gradients and optimizer states
-    SHARD = "shard"  # the ranks of a node share one copy; each rank steps a part of it
 
 
 @dataclass(frozen=True)
@@ -73,78 +57,6 @@ class RankLayout:
 
 
 ONE_RANK = RankLayout()
-
-
-class ChunkPlan(NamedTuple):
-    """A group of parameters that share one device storage (S_chunk in the paper).
-
-    Attributes:
-        parameters: First names of its parameters, in storage order.
-        unit: Name of the unit that owns it; a tied parameter belongs to the first unit that needs it.
-        dtype: Dtype of all its elements, without the `torch.` prefix.
-        trainable: True if its parameters required gradients when the plan was made.
-        nbytes: Bytes of the storage on the device, alignment included.
-        resident: True if the chunk stays on the device (persistent in the paper); False if it is streamed from the
-            host.
-        streamed_dtype: Two-byte dtype of the shadow copy that is streamed; None: the chunk is streamed in its own
-            dtype.
-    """
-
-    parameters: tuple[str, ...]
-    unit: str
-    dtype: str
-    trainable: bool
-    nbytes: int
-    resident: bool
-    streamed_dtype: str | None = None
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """One block and its activation policy.
-
-    Attributes:
-        name: Fully qualified name.
-        policy: Treatment of its activations.
-        swap_bytes: Host bytes that one call of the block swaps, with each storage rounded up to whole pages. Under
-            `SWAP` all saved activations, under `CHECKPOINT` the block's inputs (0: these stay on the device), else 0.
-            Storages of less than a 1024th of it stay on the device.
-    """
-
-    name: str
-    policy: BlockPolicy
-    swap_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class MemoryTerms:
-    """Device memory of a plan, bytes.
-
-    Attributes:
-        resident_states: Parameters, gradients and optimizer states of resident chunks.
-        chunk_buffers: Maximum of the offloaded chunks on the device at one time.
-        gradients_in_flight: Gradients of offloaded chunks from their computation until they are on the host.
-        module_buffers: Registered buffers of the model.
-        swapped_activations: Maximum of the swapped tensors on the device at one time: those of two neighbouring blocks.
-        activations: Other activations and temporaries at the peak of the step; 0 means unknown.
-    """
-
-    resident_states: int
-    chunk_buffers: int
-    gradients_in_flight: int
-    module_buffers: int
-    swapped_activations: int = 0
-    activations: int = 0
-
-    @property
-    def by_name(self) -> dict[str, int]:
-        """All terms by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @property
-    def total(self) -> int:
-        """Sum of all terms."""
-        return sum(self.by_name.values())
 
 
 @dataclass(frozen=True, repr=False)
@@ -199,14 +111,6 @@ class Plan:
                 return entry
         raise KeyError(name)
 
-    def policy(self, block: str) -> BlockPolicy:
-        """Return the policy of the block called `block`.
-
-        Raises:
-            KeyError: The plan has no such block.
-        """
-        return self.block(block).policy
-
     def __repr__(self) -> str:
         policies = Counter(str(block.policy) for block in self.blocks)
         blocks = ", ".join(f"{count} {policy}" for policy, count in policies.items()) or "none"
@@ -236,7 +140,7 @@ class Plan:
         """Parse a plan, or the only plan in a file of `lightning-protrain plan --json`.
 
         Raises:
-            ValueError: The text is no plan, has several plans, has another format, or uses a removed feature.
+            ValueError: The text is no plan, has several plans, or has another format.
         """
         try:
             content = only_plan(json.loads(text))
@@ -247,7 +151,7 @@ class Plan:
             raise ValueError(
                 f"The plan has format {its_format!r}, this version reads format {FORMAT}. Make the plan again."
             )
-        content = without_removed({name: value for name, value in content.items() if name != "format"})
+        del content["format"]
         prediction = content.get("prediction")
         plan: Plan = read(cls, "plan", content if prediction is None else {**content, "prediction": None})
         for index, chunk in enumerate(plan.chunks):
@@ -441,23 +345,3 @@ def only_plan(content: object) -> object:
 
 def _shown(plans: dict[str, object]) -> str:
     return ", ".join(map(repr, plans))
-
-
-def without_removed(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a plan without those of removed features, which earlier versions wrote.
-
-    Raises:
-        ValueError: The plan uses a removed feature.
-    """
-    memory, prediction = content.get("memory"), content.get("prediction")
-    if content.get("gathered_by", 1) != 1 or (isinstance(memory, dict) and memory.get("gathers_for_others", 0)):
-        raise ValueError('The plan was made with gather="device", which has been removed. Make the plan again.')
-    if isinstance(prediction, dict) and "exchange" in (prediction.get("busy") or ()):
-        raise ValueError(
-            'The plan was made with shard_optimizer="world", which has been removed. Make the plan again, or shard '
-            'optimizer states with strategy="protrain_fsdp2" and cpu_offload=True.'
-        )
-    content = {name: value for name, value in content.items() if name != "gathered_by"}
-    if isinstance(memory, dict):
-        content["memory"] = {name: value for name, value in memory.items() if name != "gathers_for_others"}
-    return content

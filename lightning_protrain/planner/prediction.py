@@ -127,13 +127,12 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, content: object) -> Prediction:
-        """Parse the result of `dataclasses.asdict`; files of earlier versions lack `alone_seconds` and `alpha`.
+        """Parse the result of `dataclasses.asdict`.
 
         Raises:
             ValueError: The content is no prediction.
         """
-        later = {"alone_seconds": None, "alpha": None}
-        prediction: Prediction = read(cls, "prediction", {**later, **content} if isinstance(content, dict) else content)
+        prediction: Prediction = read(cls, "prediction", content)
         if not prediction.phases:
             raise ValueError(f"The plan's prediction.phases is []: there is no phase. {_AGAIN}")
         return prediction

@@ -310,11 +310,6 @@ class Problem:
         )
 
 
-def casts_of(segment: Segment, names: frozenset[str]) -> int:
-    """Return the bytes of casts of the parameters `names` that autograd saves in a segment."""
-    return sum(nbytes for fqn, nbytes in segment.casts if fqn in names)
-
-
 class SegmentFacts:
     """Facts of a profile that the memory model reads for every plan; lists have one element for each segment.
 

@@ -210,10 +210,6 @@ class PlanRequest:
         gains = larger_steps(self.here(), plan, self.options.knobs)
         return replace(plan, prediction=now.with_advice(*advice, *gains))
 
-    def with_device_bytes(self, nbytes: int) -> PlanRequest:
-        """Return the request with another limit on device memory."""
-        return replace(self, options=replace(self.options, device_memory=nbytes))
-
     def here(self, hardware: HardwareProfile | None = None) -> Problem:
         """Return the problem of a search; the step must have been profiled."""
         profile, budget = self.workload.profile, self.budget(hardware)

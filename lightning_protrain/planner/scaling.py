@@ -78,7 +78,6 @@ class Scaled:
         cluster: The cluster.
         step_seconds: Seconds of one optimizer step.
         sent_seconds: Seconds of collectives that sum gradients, mostly during backward.
-        host_seconds: Seconds in which the host memory is busy with transfers of its devices.
         tokens_per_second: Tokens per second of all devices; None if the tokens of a batch are unknown.
         efficiency: Step time of the plan on one device alone over `step_seconds`; at most 1.
         node_bytes: Host memory that each node needs.
@@ -87,7 +86,6 @@ class Scaled:
     cluster: Cluster
     step_seconds: float
     sent_seconds: float
-    host_seconds: float
     tokens_per_second: float | None
     efficiency: float
     node_bytes: int
@@ -116,7 +114,6 @@ def scale(plan: Plan, cluster: Cluster) -> Scaled:
         cluster=cluster,
         step_seconds=seconds,
         sent_seconds=prediction.busy.get("network", 0.0),
-        host_seconds=moved,
         tokens_per_second=tokens / seconds if tokens else None,
         # Ranks that share gradients save downloads, so the quotient can exceed 1. But a rank alone would have another
         # plan.

@@ -102,7 +102,11 @@ def search(problem: Problem, knobs: Knobs) -> Plan:
         ValueError: A knob contradicts the model or another knob.
         NoFeasiblePlan: No plan fits.
     """
-    return find(problem, knobs).plan
+    packed = _packed(problem, knobs)
+    result = _best(problem, knobs, packed)
+    if result is None:
+        refuse(problem, knobs, packed)
+    return result.plan
 
 
 def resident_plan(problem: Problem, knobs: Knobs, min_num_params: int) -> Plan | None:
@@ -147,19 +151,6 @@ def search_with_evaluation(problem: Problem, knobs: Knobs, say: Callable[[str], 
             f"{format_bytes(problem.device_bytes)} are allowed. It may run out of memory; training fits."
         )
     return plan
-
-
-def find(problem: Problem, knobs: Knobs) -> Found:
-    """Find the fastest plan that fits, and return it with statistics of the search.
-
-    Raises:
-        ValueError: See `search`.
-    """
-    packed = _packed(problem, knobs)
-    result = _best(problem, knobs, packed)
-    if result is None:
-        refuse(problem, knobs, packed)
-    return result
 
 
 def find_any(problem: Problem, knobs: Knobs) -> Found | None:
@@ -237,12 +228,7 @@ class Value(NamedTuple):
 
 
 class _Search:
-    """The search over one packing.
-
-    Attributes:
-        best: The best candidate so far; None: no candidate fits so far.
-        evaluations: Number of timed candidates.
-    """
+    """The search over one packing."""
 
     def __init__(self, problem: Problem, knobs: Knobs, packing: Packing) -> None:
         self.best: Value | None = None
@@ -256,12 +242,10 @@ class _Search:
         self._slope = sum(chunk.nbytes for chunk in packing.chunks) / len(packing.chunks)
 
     def run(self, start: Point | None, limit: int, moves_inputs: bool) -> None:
-        """Search for the best candidate.
+        """Search for the best candidate with at most `limit` evaluations.
 
-        Args:
-            start: The best candidate of another chunk size, to start the descent from; None: start from the grid.
-            limit: Maximum number of evaluations.
-            moves_inputs: True to begin with the inputs of all checkpointed blocks on the host; False for none.
+        `start` is the best candidate of another chunk size, to start the descent from; None: start from the grid. With
+        `moves_inputs`, begin with the inputs of all checkpointed blocks on the host.
         """
         packing, self._limit = self._packing, self.evaluations + limit
         if packing.has_few(self._knobs):
@@ -312,13 +296,7 @@ class _Search:
         return [value for value in self._values.values() if value is not None]
 
     def leaner(self, value: Value, seconds: float, limit: int) -> Value:
-        """Return a candidate with fewer copies, or else `value`.
-
-        Args:
-            value: Candidate to begin with.
-            seconds: Maximum step time.
-            limit: Maximum number of further evaluations.
-        """
+        """Return a candidate with fewer copies that takes at most `seconds`, or else `value`."""
         num_swap, num_steps, offloaded, num_inputs = value.point
         fewest = self._fewest_offloaded(num_swap, num_steps, num_inputs)
         if fewest is None or self._packing.has_few(self._knobs):  # With few candidates, all have been tried.
@@ -357,12 +335,7 @@ class _Search:
         return self._excess(Point(num_swap, num_steps, 0), 0)
 
     def _descend(self, place: DescentPoint, beats: Callable[[Value, Value], bool]) -> Value | None:
-        """Descend from a point along one coordinate at a time, halving the step sizes; return the candidate reached.
-
-        Args:
-            place: The point, of a candidate that fits.
-            beats: Returns True if the first candidate is better than the second.
-        """
+        """Descend from a point that fits, one coordinate at a time, halving the step sizes; return the candidate."""
         packing, knobs = self._packing, self._knobs
         low, high = packing.swap_range(knobs)
         least, most = packing.step_range(place.num_swap, knobs)
@@ -457,14 +430,8 @@ def _first(excess: Callable[[int], float], bounds: tuple[int, int], slack: int, 
     """Return about the least number within `bounds` without excess; None if every number has excess.
 
     The excess falls about linearly, so the next guess is the root of a straight line. The line goes through both ends
-    of the interval, or has slope `slope` while one end is unknown.
-
-    Args:
-        excess: Returns the excess for a number, which falls with the number; positive: too much.
-        bounds: The least and the greatest number.
-        slack: The result is at most `slack - 1` above the least number without excess.
-        guess: Number to try first.
-        slope: Expected decrease of the excess from one number to the next.
+    of the interval, or has slope `slope` while one end is unknown. The result is at most `slack - 1` above the least
+    number without excess.
     """
     low, high = bounds
     over_at, under_at = low - 1, high + 1  # Just outside the bounds: excess unknown.

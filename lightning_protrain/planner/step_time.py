@@ -57,8 +57,6 @@ class StepTime:
 
     Attributes:
         seconds: Time from one step to the next.
-        forward: Time from begin to end of every forward, including waits.
-        backward: The rest: backwards, and the part of the optimizer step that no forward overlaps.
         compute: Computation of the device, including the optimizer step of resident chunks.
         upload: Time of host-to-device copies, hidden or not.
         download: Time of device-to-host copies, hidden or not.
@@ -67,8 +65,6 @@ class StepTime:
     """
 
     seconds: float
-    forward: float
-    backward: float
     compute: float
     upload: float
     download: float
@@ -140,10 +136,6 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
     """
     step = _Step(problem, plan)
     again, host = problem.training.accumulate, step.host
-    if problem.hardware.asynchronous:
-        seconds, forward = _beside(step)
-    else:
-        seconds, forward = _in_turn(step)
     update = host.step + (host.norm + host.scale if problem.training.clips else 0.0)
     upload, download = again * step.upload, again * step.download
     worked = host.cast + (again - 1) * host.add
@@ -153,9 +145,7 @@ def step_time(problem: Problem, plan: Plan) -> StepTime:
         download += step.network.down - sum(step.gradients.download)
         worked = host.cast + (again - 2) * host.add if again > 1 else 0.0
     return StepTime(
-        seconds=seconds,
-        forward=forward,
-        backward=seconds - forward,
+        seconds=(_beside if problem.hardware.asynchronous else _in_turn)(step),
         compute=again * step.compute + step.device_step,
         upload=upload,
         download=download,
@@ -206,10 +196,8 @@ class _Gradients:
 
     Attributes:
         computed: Time from the beginning of the position's backward until the gradient is computed.
-        download: Time of the copy to the host.
         waits: Index of the earlier gradient that must have arrived on the host before the device goes on; -1: none.
         places: Position in backward at which the gradient is computed.
-        cast: Time for the worker to cast the gradient.
         add: Time for the worker to add the gradient to that of the previous micro-batch.
         update: Time for the worker, in the backward that ends a step, to step the chunk or to compute a norm.
         stepped: Chunk that is complete with this gradient, so that the worker can step it during backward; -1: none.
@@ -236,15 +224,9 @@ class _Position:
     """The work at one segment of the profile, seconds.
 
     Attributes:
-        compute_forward: Computation in forward.
         compute_backward: Computation in backward, after `recompute`.
         recompute: Recomputed forward, before backward.
-        uploads_forward: Chunks that are uploaded in forward.
-        uploads_backward: Chunks that are uploaded in backward.
-        rate_forward: Bytes per second of `uploads_forward`.
-        rate_backward: Bytes per second of `uploads_backward`.
-        swap_out: Copy of swapped activations to the host in forward.
-        swap_in: Copy of swapped activations back to the device in backward.
+        rate_forward, rate_backward: Bytes per second of the uploads.
         inputs_in: Copy of a checkpointed block's inputs back to the device, before `recompute`.
         gradients: Indices of the gradients that are copied to the host in backward.
     """
@@ -269,9 +251,6 @@ class _Host:
     Attributes:
         cast: Casts of gradients; with accumulation, only in the first micro-batch.
         add: Additions of gradients, in each later micro-batch.
-        norm: Norms of gradients, if they are clipped.
-        scale: Scaling of gradients, if they are clipped.
-        step: Optimizer steps.
     """
 
     cast: float = 0.0
@@ -286,10 +265,7 @@ class _ChunkStep(NamedTuple):
 
     Attributes:
         position: Position at which the chunk's last gradient is computed.
-        chunk: Index of the chunk.
         seconds: The step itself; with overlap "off" also the new low-precision copy.
-        scale: Scaling of the chunk's gradients.
-        norm: Norm of the chunk's gradients.
     """
 
     position: int
@@ -310,11 +286,7 @@ class _Step:
     """The work of a plan in one step.
 
     Attributes:
-        problem: The model, the hardware, the training loop and the network.
-        positions: Work at each segment.
-        gradients: Gradients of offloaded chunks.
         steps: Optimizer steps of offloaded chunks, in the order of forward.
-        host: Total work of the host's worker.
         network: Traffic to other ranks; None if there are no other ranks.
         device_step: Device seconds for resident chunks, once a step: optimizer step, sums, norm, scaling.
         compute: Device seconds of computation in one micro-batch.
@@ -489,11 +461,7 @@ def uploads(
 
 
 def _waits(sizes: Sequence[int]) -> list[int]:
-    """Return for each gradient the index of the gradient that it waits for, see [Note: Gradients in flight]; -1: none.
-
-    Args:
-        sizes: Bytes of all gradients of offloaded chunks, in the order of computation.
-    """
+    """Return the index of the gradient that each gradient waits for, see [Note: Gradients in flight]; -1: none."""
     room = sum(sorted(sizes)[-2:])
     before = [0, *accumulate(sizes)]
     waits = []
@@ -517,7 +485,6 @@ class _Ended:
     """The times at which the parts of a backward have ended, seconds.
 
     Attributes:
-        computed: End of its computation.
         known: Time at which the worker has processed all gradients.
         down: Time at which all copies to the host have ended.
         stepped: Time at which the host has stepped each chunk, by index; empty if it steps no chunk during backward.
@@ -533,18 +500,17 @@ class _Ended:
 _Backward = tuple[float, float, list[float]]
 
 
-def _beside(step: _Step) -> tuple[float, float]:
-    """Return the seconds of a step whose copies and host work overlap computation, and the seconds of its forwards."""
+def _beside(step: _Step) -> float:
+    """Return the seconds of a step whose copies and host work overlap computation."""
     again = step.problem.training.accumulate
     back = _backward(step) if step.network is None or again > 1 else None
     ended = _ended(step, back)
     begun, stepped = _update(step, ended)
     end = _forward(step, begun, ended.down, stepped)
     if again == 1 or back is None:
-        return end, end - begun
+        return end
     others = _other(step, back, adds=False) + (again - 2) * _other(step, back, adds=True)
-    forward = (again - 1) * _forward(step, 0.0, 0.0, {})
-    return end + forward + others, end - begun + forward
+    return end + (again - 1) * _forward(step, 0.0, 0.0, {}) + others
 
 
 def _ended(step: _Step, back: _Backward | None) -> _Ended:
@@ -563,8 +529,8 @@ def _other(step: _Step, back: _Backward, adds: bool) -> float:
     return max(computed, down, _worked(step, arrived, adds)[0])
 
 
-def _in_turn(step: _Step) -> tuple[float, float]:
-    """Return the seconds of a step in which nothing overlaps, and the seconds of its forwards."""
+def _in_turn(step: _Step) -> float:
+    """Return the seconds of a step in which nothing overlaps."""
     again, host, clips = step.problem.training.accumulate, step.host, step.problem.training.clips
     forward = backward = 0.0
     for at in step.positions:
@@ -575,8 +541,7 @@ def _in_turn(step: _Step) -> tuple[float, float]:
     backward += sum(step.gradients.download)
     update = host.cast + (again - 1) * host.add + host.step + (host.norm + host.scale if clips else 0.0)
     sent = step.network.sent if step.network is not None else 0.0
-    seconds = again * (forward + backward) + update + step.device_step + sent
-    return seconds, again * forward
+    return again * (forward + backward) + update + step.device_step + sent
 
 
 def _log_in_turn(step: _Step, log: WorkLog) -> None:
@@ -610,14 +575,7 @@ def _log_in_turn(step: _Step, log: WorkLog) -> None:
 
 
 def _forward(step: _Step, begun: float, down: float, stepped: dict[int, float]) -> float:
-    """Return the time at which a forward ends.
-
-    Args:
-        step: The step under the plan.
-        begun: Time at which the forward begins, seconds.
-        down: Time at which earlier copies to the host have ended, seconds.
-        stepped: Time at which the host has stepped each chunk, seconds; the chunk is uploaded after that.
-    """
+    """Return the time at which a forward ends; earlier copies to the host end at `down`, chunks' steps at `stepped`."""
     sizes, ends, log = step.sizes, [NEVER] * (len(step.positions) + 1), step.log  # `ends[-1]`: no wait.
     up, out, time = begun, max(begun, down), begun
     gone = before = NEVER  # End of swap-out up to the previous position, and up to the position before that.
@@ -676,12 +634,7 @@ def _backward(step: _Step) -> _Backward:
 def _uploaded(step: _Step, index: int, up: float, ends: Sequence[float], asked: float) -> float:
     """Return the time at which the chunks and inputs that a position needs in backward have been uploaded.
 
-    Args:
-        step: The step under the plan.
-        index: Index of the position.
-        up: Time at which earlier uploads have ended.
-        ends: Time at which the computation of each position has ended.
-        asked: Time at which the previous position began, which requests the inputs.
+    Earlier uploads end at `up`. The previous position begins, and requests the inputs, at `asked`.
     """
     at = step.positions[index]
     for chunk, freed in at.uploads_backward:
@@ -726,11 +679,8 @@ def _worked(
 ) -> tuple[float, dict[int, float]]:
     """Return when the host's worker has processed a backward's gradients, and when it has stepped each chunk.
 
-    Args:
-        step: The step under the plan.
-        arrived: Time at which each gradient has arrived on the host, seconds.
-        adds: True if the worker adds gradients to those of an earlier micro-batch; False if it casts them.
-        ends_step: True if the backward ends a step, so that the worker also steps chunks or computes norms.
+    It casts the gradients, or adds them to those of an earlier micro-batch. If the backward ends a step, it also steps
+    chunks or computes norms.
     """
     every, log = step.gradients, step.log
     works = every.add if adds else every.cast
@@ -796,7 +746,6 @@ class _Sent:
         worked: Fraction of `work` that is for all chunks except the last one.
         resident: All-reduces of resident gradients.
         older: Uploads of the sums of earlier micro-batches.
-        work: Work of the host's worker.
     """
 
     sends: bool = False
@@ -815,11 +764,7 @@ class _Sends:
     """The traffic of a plan to other ranks in the backward that ends a step, see [Note: Sends].
 
     Attributes:
-        positions: Traffic of each position.
         held: Seconds of downloads that may be pending while the device continues.
-        sent: Total of all-reduces.
-        down: Total of downloads.
-        older: Total of uploads of the sums of earlier micro-batches.
     """
 
     positions: list[_Sent]
@@ -871,10 +816,6 @@ def _sends(step: _Step) -> _Sends:
 
 class _Sending:
     """The progress of the traffic to other ranks during a backward; times in seconds.
-
-    Args:
-        sends: Traffic of the plan.
-        step: The step under the plan.
 
     Attributes:
         free: Time at which the network has sent everything so far.

@@ -224,7 +224,8 @@ def _recorded_step(
     # Modes belong to a thread, but autograd would run backward of GPU tensors on another thread.
     with (
         unchanged(*model.modules()),
-        _uncompiled(),
+        # Compiled functions run eagerly: under a mode, Dynamo would mark them as not compilable.
+        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
         mode,
         lifting_functions(mode.lifted()),
         on_one_rank(),
@@ -242,11 +243,6 @@ def _recorded_step(
         del outputs
     profile = recorder.profile()
     return profile if slices is None else replace(profile, slice_tokens=slices.tokens)
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Return a context that runs compiled functions eagerly: under a mode, Dynamo would mark them as not compilable."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _slicing(name: str, forward: Callable[..., Any], slices: Slices, recorder: Recorder) -> Callable[..., Any]:

@@ -131,12 +131,8 @@ class _Source:
     Args:
         standing: Storage of the stand-in; its memory is freed.
         outside: Storage of the model's tensor.
-        dtype: Dtype of the tensor.
         seed: Seed of the random values of a meta tensor.
         stays: True if the stand-in must not be freed once it has been fetched, because the step may change it.
-
-    Attributes:
-        nbytes: Size of the storage, bytes.
     """
 
     def __init__(

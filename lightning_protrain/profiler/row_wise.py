@@ -152,7 +152,8 @@ def _keeps_rows(one: _Operation, two: _Operation) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    rows = [_differing(*pair) for pair in zip(*shapes, strict=True)]
+    pairs = zip(*shapes, strict=True)
+    rows = [tuple(at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b) for pair in pairs]
     read, made = rows[: len(one.read)], rows[len(one.read) :]
     if func._schema.is_mutable and not read[0]:  # It changes a weight or a buffer.
         return False
@@ -170,10 +171,6 @@ def _keeps_rows(one: _Operation, two: _Operation) -> bool:
         first = all(of == tuple(range(len(of))) for of in rows)
         return whole and (first or func not in _RESHAPES)
     return _keeps_columns(one, read)
-
-
-def _differing(one: Shape, two: Shape) -> tuple[int, ...]:
-    return tuple(at for at, sizes in enumerate(zip(one, two, strict=True)) if sizes[0] != sizes[1])
 
 
 def _keeps_columns(one: _Operation, read: Sequence[tuple[int, ...]]) -> bool:

@@ -144,13 +144,7 @@ def _checked_length(model: PreTrainedModel, length: int | None) -> int:
 
 @dataclass
 class _Maker:
-    """A maker of inputs for a model.
-
-    Attributes:
-        model: The model.
-        batch_size: Number of samples.
-        length: Tokens of each sample.
-    """
+    """A maker of inputs for a model: `batch_size` samples of `length` tokens."""
 
     model: PreTrainedModel
     batch_size: int

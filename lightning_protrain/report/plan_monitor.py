@@ -10,24 +10,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich import get_console
-from rich.console import Group
 
 from lightning_protrain.config import format_bytes
 from lightning_protrain.device.device import StreamDevice, TransferCounters
 from lightning_protrain.device.recording import Lane, Recording, Span, busy
-from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.distributed.evaluation import patch
 from lightning_protrain.planner.explain import short_bytes, short_seconds
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.prediction import TOLERANCE, Prediction
 from lightning_protrain.profiler.synthetic import size_of
-from lightning_protrain.report.timeline import HasDevice, StepTimeline, log_figures, plan_figures
+from lightning_protrain.report.timeline import HasPlan, StepTimeline, log_figures, plan_figures
 from lightning_protrain.trainer_events import CopyableCallback
 
 PREFIX = "protrain/"
@@ -49,46 +47,6 @@ _CAUSES = {
 }
 _REHEARSE = 'No rehearsal was made: plan="auto" with rehearse=True plans with measured times.'
 _AGAIN = "The next run will rehearse again."
-
-
-@runtime_checkable
-class HasPlan(Protocol):
-    """The properties of a strategy that `PlanMonitor` reads, such as `ProTrainStrategy`."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """Plan of the strategy; None if there is none."""
-
-    @property
-    def counters(self) -> TransferCounters:
-        """Counters of transfers between host and device."""
-
-    @property
-    def measured_peak_bytes(self) -> int | None:
-        """Peak of allocated device memory since `setup`, bytes; None if the device does not measure it."""
-
-    @property
-    def allocator_stats(self) -> Mapping[str, int]:
-        """Peak of reserved bytes and number of allocation retries, by name; empty if there are no such counters."""
-
-    @property
-    def budget(self) -> int | None:
-        """Limit of the plan's device memory, bytes; None means no limit."""
-
-    @property
-    def peers(self) -> PeerAccess | None:
-        """Connection between the devices of a node; None if it is unknown."""
-
-
-def render_plan(plan: Plan, budget: int | None = None, peers: PeerAccess | None = None) -> Group:
-    """Return tables of the plan for a terminal: the decisions for each unit, and the device memory.
-
-    Args:
-        plan: The plan.
-        budget: Limit of the plan's device memory, bytes; None means no limit.
-        peers: Connection between the devices of a node; None omits it.
-    """
-    return plan.explain(budget, [] if peers is None else [peers.describe()])
 
 
 class PlanMonitor(CopyableCallback):
@@ -159,7 +117,8 @@ class PlanMonitor(CopyableCallback):
             if plan.prediction is not None:
                 advice = tuple(it for it in plan.prediction.advice if not it.startswith(("sharding=", "strategy=")))
                 plan = replace(plan, prediction=replace(plan.prediction, advice=advice))
-            get_console().print(render_plan(plan, strategy.budget, strategy.peers))
+            peers = [] if strategy.peers is None else [strategy.peers.describe()]
+            get_console().print(plan.explain(strategy.budget, peers))
             if self._log:
                 log_figures(trainer.loggers, plan_figures(strategy.plan))
 
@@ -279,7 +238,7 @@ class StepComparison:
         if not off or off in self._said or self._recording is not None or not trainer.is_global_zero:
             return
         strategy = trainer.strategy
-        device = strategy.device if isinstance(strategy, HasDevice) else None
+        device = strategy.device if isinstance(strategy, HasPlan) else None
         index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         begins = index % trainer.accumulate_grad_batches == 0
         if device is not None and device.recording is None and begins:
@@ -322,7 +281,7 @@ class StepComparison:
             size: Number of samples and of tokens in the micro-batch.
         """
         prediction, strategy = plan.prediction, trainer.strategy
-        if prediction is None or not isinstance(strategy, HasDevice) or not trainer.is_global_zero:
+        if prediction is None or not isinstance(strategy, HasPlan) or not trainer.is_global_zero:
             return
         if self.seconds is not None:
             is_full = all(now >= then for now, then in zip(size, (prediction.samples, prediction.tokens), strict=True))
@@ -367,7 +326,7 @@ class StepComparison:
         """Return True if another plan may be faster when time or memory is below the prediction."""
         return plan.does_anything and len(self._steps) == NUM_STEPS and all(is_full for _, is_full in self._steps)
 
-    def _compare_memory(self, strategy: HasDevice, plan: Plan, prediction: Prediction) -> None:
+    def _compare_memory(self, strategy: HasPlan, plan: Plan, prediction: Prediction) -> None:
         """Log once if peak memory is below the prediction."""
         device = strategy.device
         if device is None or "less memory" in self._said or not self._could_be_better(plan):
@@ -402,31 +361,15 @@ def busy_seconds(spans: Sequence[Span], copies_beside: bool, on_host: bool) -> d
     }
 
 
-def slowest(took: Mapping[str, float], predicted: Mapping[str, float]) -> str:
-    """Return the name of the resource whose time exceeds the prediction most; both maps are in seconds."""
-    return max(took, key=lambda name: took[name] - predicted.get(name, 0.0))
-
-
-def fastest(took: Mapping[str, float], predicted: Mapping[str, float]) -> str:
-    """Return the name of the resource whose time is farthest below the prediction; both maps are in seconds."""
-    return min(took, key=lambda name: took[name] - predicted.get(name, 0.0))
-
-
 def _better(is_rehearsed: bool) -> str:
     return f"A better plan may exist. {_AGAIN if is_rehearsed else _REHEARSE}"
 
 
 def _sentences(seconds: float, took: Mapping[str, float], prediction: Prediction, advice: str | None) -> str:
-    """Return the message about steps that deviate from the prediction.
-
-    Args:
-        seconds: Median time of the latest steps.
-        took: Time of each resource in the measured step, seconds.
-        prediction: Prediction for a step.
-        advice: Last sentence; None means a possible cause.
-    """
+    """Return the message about steps that deviate from the prediction, with `advice` or a possible cause at its end."""
     off = seconds / prediction.step_seconds - 1
-    name = slowest(took, prediction.busy) if off > 0 else fastest(took, prediction.busy)
+    more = {name: took[name] - prediction.busy.get(name, 0.0) for name in took}
+    name = (max if off > 0 else min)(more, key=more.__getitem__)
     resource = "link" if name in ("upload", "download") else name
     told, measured = (short_seconds(seconds.get(name, 0.0)) for seconds in (prediction.busy, took))
     which = f"the {name} of the link" if resource == "link" else resource

@@ -14,13 +14,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_protrain.device.device import Device, StreamDevice
+from lightning_protrain.device.device import Device, StreamDevice, TransferCounters
 from lightning_protrain.device.recording import Recording, Span
+from lightning_protrain.device.topology import PeerAccess
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.planner.lanes import LANES, Lane, Work, rotated, work_of
 from lightning_protrain.planner.plan import Plan
 from lightning_protrain.planner.plots import new_figure, plot_lanes
-from lightning_protrain.planner.request import PlanRequest
 from lightning_protrain.planner.step_time import lanes
 from lightning_protrain.report.svg import document, draw_lanes, table
 
@@ -43,32 +43,18 @@ _NO_PICTURE = (OSError, ValueError, TypeError, RuntimeError, ImportError)
 MOST_APART = 4
 
 
-class HasRequest(Protocol):
-    """The interface of a strategy's session that is needed to predict steps, and to doubt a prediction."""
-
-    @property
-    def request(self) -> PlanRequest | None:
-        """Request for which the plan was made; None if there is none."""
-
-    def forget_rehearsal(self) -> None:
-        """Make the next run of this configuration rehearse again."""
-
-
 @runtime_checkable
-class HasDevice(Protocol):
-    """The interface of a strategy whose steps can be measured, such as `ProTrainStrategy`."""
+class HasPlan(Protocol):
+    """The attributes of a strategy that `PlanMonitor` and `StepTimeline` read: those of `ProTrainStrategy`."""
 
-    @property
-    def device(self) -> Device | None:
-        """Device of this rank; None before `setup`."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """Plan of the strategy; None if there is none."""
-
-    @property
-    def session(self) -> HasRequest:
-        """Session that has the request for the plan."""
+    plan: Plan | None
+    budget: int | None
+    counters: TransferCounters
+    measured_peak_bytes: int | None
+    allocator_stats: Mapping[str, int]
+    peers: PeerAccess | None
+    device: Device | None
+    session: Any
 
 
 class StepTimeline:
@@ -86,14 +72,14 @@ class StepTimeline:
         if self._recording is not None or done != self._first + STEP or not trainer.is_global_zero:
             return
         strategy = trainer.strategy
-        if isinstance(strategy, HasDevice) and strategy.device is not None:
+        if isinstance(strategy, HasPlan) and strategy.device is not None:
             self._recording = self._open.enter_context(strategy.device.recorded())
 
     def end(self, trainer: Trainer) -> None:
         """Write the files if the measured step has ended; called after each micro-batch."""
         if self._recording is None or trainer.fit_loop._should_accumulate():
             return
-        assert isinstance(trainer.strategy, HasDevice)
+        assert isinstance(trainer.strategy, HasPlan)
         spans, self._recording = self._recording.spans(), None
         self._open.close()
         measured = as_lanes(spans, isinstance(trainer.strategy.device, StreamDevice))
@@ -115,7 +101,7 @@ class StepTimeline:
         self._open.close()
 
 
-def predicted_lanes(strategy: HasDevice) -> list[Work]:
+def predicted_lanes(strategy: HasPlan) -> list[Work]:
     """Return the predicted work of a step; empty if no step was profiled."""
     request, plan = strategy.session.request, strategy.plan
     if request is None or plan is None or request.workload.profile is None or request.budget() is None:

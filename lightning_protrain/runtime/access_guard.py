@@ -101,7 +101,6 @@ class _Register:
     """The parameters that a guard and the guards beside it watch, by identity.
 
     Attributes:
-        watched: Watched parameters, by the identity of the parameter.
         reader: Calls functions of PyTorch on watched parameters in place of their caller; None: nobody does.
     """
 

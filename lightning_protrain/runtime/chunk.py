@@ -300,12 +300,7 @@ class Chunk:
         return param
 
     def _adopt(self, param: OffloadedParam, fills: bool = True) -> None:
-        """Copy the data of the host parameter into the chunk's host memory, and point the parameter to the copy.
-
-        Args:
-            param: The parameter.
-            fills: Whether to copy; False: the chunk already holds the values.
-        """
+        """Point the parameter to the chunk's host memory, and copy its data there unless the chunk already holds it."""
         host = param.host
         if host.numel():
             data = in_block(self._buffer, param.offset, param.device_param, host.dtype)

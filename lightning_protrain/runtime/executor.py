@@ -223,7 +223,7 @@ class Executor:
 
     def settle(self) -> None:
         """Release all chunks that no forward is using and wait for uploads, before host weights are written."""
-        self._residency.release_unused()
+        self._residency.release(self._residency.live - self._residency.pinned())
         if self.swap is not None:
             self.swap.settle()
         self.context.device.settle()

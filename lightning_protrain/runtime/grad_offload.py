@@ -225,7 +225,6 @@ class _Place:
     """Destination of a gradient on the host.
 
     Attributes:
-        target: Host memory of the gradient.
         arrive: Callback that takes the fence of the issued download.
         block: Host memory of the whole chunk, of which `target` is a part.
         offset: Offset of `target` in it, bytes.

@@ -288,7 +288,6 @@ class _EarlierState:
     were written into the buffers themselves, autograd would report an in-place change of tensors that it has saved.
 
     Args:
-        module: Module whose buffers are restored.
         given: Inputs of the module: random states of the CPU and of each GPU with one of these tensors are restored.
     """
 

@@ -99,10 +99,6 @@ class Residency:
             self._chunks[index].release()
             self.live.discard(index)
 
-    def release_unused(self) -> None:
-        """Release every chunk that is not pinned."""
-        self.release(self.live - self.pinned())
-
     def release_to_owner(self, index: int) -> None:
         """Release a chunk before its gradients are sent: from then on another rank that shares it may step it.
 

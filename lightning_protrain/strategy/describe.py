@@ -19,6 +19,7 @@ from lightning_protrain.planner.request import PlanOrPreset, ProfileOn, SlicedOn
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.records import HardwareProfile, ModelLayout, ModelProfile
 from lightning_protrain.quant_state import prepare_weights
+from lightning_protrain.runtime.optim.host_rate import host_slowdown
 from lightning_protrain.strategy.overlap import NO_OVERLAP, OverlapPlan, clips_by_norm, plan_overlap
 from lightning_protrain.strategy.precision import ProTrainPrecision
 from lightning_protrain.strategy.profile_step import (
@@ -104,7 +105,7 @@ def describe(run: Run, choice: PlanOrPreset, options: PlanOptions, elsewhere: bo
     if not (elsewhere or needs_profile(choice, options, workload, limited)):
         return Described(run, workload, overlap)
     # On every rank, because the step of a user's class may communicate.
-    workload = replace(workload, host_slowdown=run.precision.host_slowdown(optimizers, run.device.worker))
+    workload = replace(workload, host_slowdown=host_slowdown(optimizers, run.device.worker))
     if trainer.global_rank:  # Only rank 0 plans and profiles.
         profile_training_step(trainer, layout)
         return Described(run, workload, overlap)
@@ -137,7 +138,12 @@ def _trained(
         training=Training(
             overlap.overlap.value, trainer.accumulate_grad_batches, clips_by_norm(trainer), trainer.enable_validation
         ),
-        foreach=device_type != "cpu" and any(map(_may_take_foreach, optimizers)),
+        foreach=device_type != "cpu"
+        and any(
+            group.get("foreach") is not False and not group.get("fused")  # PyTorch's default on a GPU.
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ),
         copied_bytes=copied_bytes(trainer, optimizers, state_bytes),
         host_step_refusal=run.precision.host_step_refusal(optimizers),
         optimizers=tuple(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in optimizers),
@@ -166,13 +172,7 @@ def copied_bytes(trainer: Trainer, optimizers: Collection[Optimizer], state_byte
 
 
 def _profiling(run: Run, workload: Workload, reason: str) -> ProfileOn:
-    """Return a function that profiles the training step, once for each kind of hardware.
-
-    Args:
-        run: The run.
-        workload: The model and its training.
-        reason: Feature that needs a profile; empty if no feature does.
-    """
+    """Return a function that profiles the training step, once for each kind of hardware, for a feature or for none."""
 
     @once_for_each_kind
     def profile_on(hardware: HardwareProfile | None) -> Workload:
@@ -198,11 +198,6 @@ def _profiling_slices(run: Run, profile_on: ProfileOn, reason: str) -> SlicedOn:
 def _profiled(run: Run, workload: Workload, profile: ModelProfile | None) -> Workload:
     """Return the workload with the profile of its step, and with the dtypes in which weights may be streamed."""
     return workload.profiled(profile, streamable(profile, run.trainer.lightning_module, workload.low_dtype))
-
-
-def _may_take_foreach(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer may step all parameters at once on a GPU, which is PyTorch's default."""
-    return any(group.get("foreach") is not False and not group.get("fused") for group in optimizer.param_groups)
 
 
 # Quantisation methods that can be streamed, by their names in transformers.

@@ -152,13 +152,7 @@ class DryRunHardware:
 
 
 def _for_rank(node: HardwareProfile, sharding: Sharding, here: int) -> HardwareProfile:
-    """Return a node as one of its ranks sees it: ranks that share a copy step it together; others divide the cores.
-
-    Args:
-        node: The node.
-        sharding: Division of the offloaded chunks among ranks.
-        here: Number of ranks on each node.
-    """
+    """Return a node as one of `here` ranks sees it: ranks that share a copy step together, others divide its cores."""
     if sharding is Sharding.SHARD:
         return node
     return replace(node, host_step=node.host_step / here, host_memory=node.host_memory / here)

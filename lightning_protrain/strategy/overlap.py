@@ -145,7 +145,8 @@ def _only_passive_hooks(trainer: Trainer, model: LightningModule) -> bool:
         known = owner is model or type(owner).__module__.startswith(_PASSIVE_PACKAGES)
         for name in _HOOKS_IN_TRAINING:
             origin = _origin(owner, name)
-            if not _is_default(origin) and not (known and _is_passive(origin)):
+            passive = origin.startswith(_PASSIVE_PACKAGES) and not origin.startswith(_READERS)
+            if not _is_default(origin) and not (known and passive):
                 return False
     return True
 
@@ -215,10 +216,6 @@ def _is_overridden(owner: Any, name: str) -> bool:
 def _is_default(origin: str) -> bool:
     """Return True if `origin` is a base class's module or empty, so that the user has not overridden the hook."""
     return origin.startswith(("lightning.pytorch.core.", "torch.nn.")) or origin in ("", _CALLBACKS + "callback")
-
-
-def _is_passive(origin: str) -> bool:
-    return origin.startswith(_PASSIVE_PACKAGES) and not origin.startswith(_READERS)
 
 
 def _origin(owner: Any, name: str) -> str:

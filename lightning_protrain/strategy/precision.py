@@ -22,12 +22,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_protrain.device.host import HostWorker
-from lightning_protrain.planner.problem import alpha_for_dtype
 from lightning_protrain.runtime.access_guard import below_guard
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.bnb_optimizers import in_tiles, mean_state_bytes, refuse_without_host_step
-from lightning_protrain.runtime.optim.host_rate import host_slowdown
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW
 from lightning_protrain.runtime.optim.step import fused_host_step, on_host_threads
 
@@ -107,20 +104,9 @@ class ProTrainPrecision(Precision):
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 
-    def fragmentation(self, dtype: str) -> float:
-        """Return the fragmentation factor of a GPU's allocator for weights of a dtype, such as `"bfloat16"`.
-
-        It is the ratio of reserved to allocated bytes; see equation 11 of arXiv 2406.08334.
-        """
-        return alpha_for_dtype(dtype)
-
     def state_bytes(self, optimizers: Iterable[Optimizer]) -> float:
         """Return the bytes of optimizer state, with masters, for each trained element, averaged over all elements."""
         return mean_state_bytes(optimizers)
-
-    def host_slowdown(self, optimizers: Iterable[Optimizer], worker: HostWorker) -> float:
-        """Return the time of a step on the host for each element in multiples of fused AdamW's; it is measured."""
-        return host_slowdown(optimizers, worker)
 
     def host_step_refusal(self, optimizers: Iterable[Optimizer]) -> str:
         """Return why an optimizer cannot step weights in host memory; empty if all can."""

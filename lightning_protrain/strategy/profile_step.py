@@ -210,9 +210,6 @@ class _MadeSource(_DataLoaderSource):
     """A source of loaders whose hook has run already: returns its result once, and later calls the hook again.
 
     When the result is returned, random states become those after the hook, if they are still those before the hook.
-
-    Args:
-        source: Lightning's source of the loaders, which calls the hook.
     """
 
     def __init__(self, source: _DataLoaderSource) -> None:
@@ -227,10 +224,6 @@ class _MadeSource(_DataLoaderSource):
             super().__setattr__("_made", [])
             if "_source" in vars(self):
                 self._source.instance = value
-
-    def peek(self) -> Any:
-        """Return the loaders that the next call of `dataloader` returns."""
-        return self._made[0][0]
 
     def dataloader(self) -> Any:
         if not self._made:
@@ -248,8 +241,8 @@ def _train_loaders(trainer: Trainer) -> Any:
     if loop._combined_loader is not None:  # a user asked for `estimated_stepping_batches`
         return loop._combined_loader.iterables
     if loop._data_source.is_module():
-        loop._data_source = _MadeSource(loop._data_source)
-        loaders = loop._data_source.peek()
+        loop._data_source = source = _MadeSource(loop._data_source)
+        loaders = source._made[0][0]  # Those that its next `dataloader` returns.
     else:
         loaders = loop._data_source.instance
     return loaders.iterables if isinstance(loaders, CombinedLoader) else loaders
@@ -647,11 +640,7 @@ def _mute_metric(metric: Metric | MetricCollection) -> dict[str, Callable[..., A
 
 
 class _Idle:
-    """A stand-in for an optimizer or a scheduler that can be read but does nothing.
-
-    Args:
-        real: Optimizer or scheduler to stand in for.
-    """
+    """A stand-in for an optimizer or a scheduler that can be read but does nothing."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

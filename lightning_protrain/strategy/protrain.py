@@ -62,14 +62,10 @@ _T = TypeVar("_T")
 
 
 def _number(name: str, alone: int) -> property:
-    """Make the property `name` of the strategy: a number from the cluster environment if there are several ranks.
+    """Make the property `name` of the strategy: from the cluster environment if there are several ranks, else `alone`.
 
     A run of one process does not read the cluster environment, like `SingleDeviceStrategy`: SLURM may not have set its
     variables.
-
-    Args:
-        name: Name of a property of `ParallelStrategy`.
-        alone: Default value in a run of one process.
     """
 
     def read(strategy: ProTrainStrategy) -> int:

@@ -55,11 +55,7 @@ Place = Callable[[Plan, int], tuple[Runtime, Device, Unreserved]]
 
 @dataclass(frozen=True)
 class _Short:
-    """A rehearsal that has run out of memory.
-
-    Attributes:
-        budget: Device memory that would have been enough, bytes.
-    """
+    """A rehearsal that has run out of memory; `budget` bytes of device memory would have been enough."""
 
     budget: int
 
@@ -206,7 +202,7 @@ class Rehearsal:
         )
         if self._cache is not None and request.workload.profile is not None:  # On rank 0.
             self._cache.keep(most_device_bytes=less)
-        return request.with_device_bytes(less)
+        return replace(request, options=replace(request.options, device_memory=less))
 
 
 def _try(trial: Callable[[], Rehearsed], request: PlanRequest, device: Device, may_shrink: bool) -> _Outcome:
@@ -258,14 +254,8 @@ def _corrected(
 ) -> tuple[PlanRequest, dict[str, float]]:
     """Return the request with the rates and the fragmentation factor that explain the measurements.
 
-    Args:
-        request: Request that the plan answers.
-        plan: Plan that was rehearsed.
-        measured: Measurements of the rehearsal.
-        uncorrected: Request with the rates that bound the corrections, see `within_bounds`; None: no bounds.
-
-    Returns:
-        The request, and by resource the factor of each correction that is out of bounds.
+    The rates of `uncorrected` bound the corrections, see `within_bounds`; the second result has by resource the factor
+    of each correction that is out of bounds.
     """
     problem, profile, workload = request.here(), request.workload.profile, request.workload
     assert profile is not None
@@ -326,12 +316,9 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, plan: Plan, device: Dev
 
 
 def _compared(measured: Rehearsed, now: Prediction, told: Prediction) -> str:
-    """Return a sentence that compares step time and memory after a rehearsal with the predictions before it.
+    """Return a sentence that compares measured step time and memory with the predictions before the rehearsal (`told`).
 
-    Args:
-        measured: Measurements of the rehearsal.
-        now: Prediction with the rates that the rehearsal has corrected.
-        told: Prediction before the rehearsal.
+    `now` is the prediction with the rates that the rehearsal has corrected.
     """
     took = f"a step takes {short_seconds(now.step_seconds)}, {short_seconds(told.step_seconds)} were expected"
     if measured.peak_bytes is None:

@@ -236,9 +236,6 @@ class _Trial:
 
     Attributes:
         step: Runs the forward and returns a mapping with the loss as `"loss"`.
-        model: The model.
-        runtime: Runtime of the applied plan.
-        device: Device that the plan is applied on.
         zeroes: True if gradients of the previous micro-batch are freed before backward; False: they are added to.
     """
 
@@ -296,11 +293,7 @@ class _Trial:
 
 
 def _measure_steady(run: Callable[..., tuple[Rehearsed, bool]]) -> Rehearsed:
-    """Run micro-batches until they get no faster; return the time of the fastest one and the memory of all.
-
-    Args:
-        run: `_Trial.run`.
-    """
+    """Run micro-batches until they get no faster; return the time of the fastest one and the memory of all."""
     found, asks = run(index=0)
     fastest = None
     for _ in range(MOST_BATCHES - 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ class PlannedStrategy(SingleDeviceStrategy):
         self.budget = budget
         self.counters = TransferCounters()
         self.overlap = overlap or OverlapPlan()
-        self.peers = None
+        self.peers = self.device = None
+        self.session = SimpleNamespace(request=None)
         self.measured_peak_bytes: int | None = None
         self.allocator_stats: dict[str, int] = {}
 

@@ -27,14 +27,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
-from lightning_protrain.callbacks.checkpoint.preemption import EXIT_CODE, Preemption, SignalShield
+from lightning_protrain.callbacks.checkpoint.preemption import Preemption, SignalShield
 from lightning_protrain.checkpoint.discover import find_checkpoints
 from lightning_protrain.checkpoint.io import ProTrainCheckpointIO
 from lightning_protrain.checkpoint.verification import verify
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.noisy_runs import BATCHES, Batches, Data, Noisy
 from tests.support.ranks import LIMIT, Outcome, run_ranks, trainer_on_rank, values
-from tests.support.signalled_runs import PREEMPTED, Both, Signals, Validated
+from tests.support.signalled_runs import EXIT_CODE, PREEMPTED, Both, Signals, Validated
 from tests.support.trainers import SILENT
 
 

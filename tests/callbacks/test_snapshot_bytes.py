@@ -25,7 +25,7 @@ from lightning_protrain.planner.memory import HostUse, host_bytes, host_terms, l
 from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import Plan, RankLayout
 from lightning_protrain.planner.problem import Problem
-from lightning_protrain.planner.search import NoFeasiblePlan, find
+from lightning_protrain.planner.search import NoFeasiblePlan, find_any, search
 from lightning_protrain.runtime.optim.step import state_bytes_per_element
 from lightning_protrain.strategy.describe import HoldsHostCopy, copied_bytes
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -257,16 +257,16 @@ def test_the_search_leaves_room_for_the_copy(seed: int) -> None:
     needed = [on_host(problem, each.plan) for each in candidates]
     budget = source.choice(sorted(needed)[: len(needed) // 2 + 1])
     fitting = [each for each, nbytes in zip(candidates, needed, strict=True) if nbytes <= budget]
-    found = find(replace(problem, host_bytes=budget), Knobs())
+    found = find_any(replace(problem, host_bytes=budget), Knobs())
     assert on_host(problem, found.plan) <= budget
     assert found.fastest <= 1.01 * fastest(problem, fitting)
     with pytest.raises(NoFeasiblePlan, match=rf"{problem.checkpoint_copy} bytes?.* are the copy of the checkpoint"):
-        find(replace(problem, host_bytes=min(needed) - 1), Knobs())
+        search(replace(problem, host_bytes=min(needed) - 1), Knobs())
 
 
 def test_it_is_a_term_of_every_phase_but_loading() -> None:
     problem = random_problem(1, 4, 8)
-    plan = find(problem, Knobs()).plan
+    plan = find_any(problem, Knobs()).plan
     plain, more = (memory_timeline(replace(problem, checkpoint_copy=nbytes), plan) for nbytes in (0, 777))
     for before, after in zip(plain.phases, more.phases, strict=True):
         copied = {} if before.name == "loading" else {"checkpoint_copy": 777}

@@ -19,7 +19,7 @@ from lightning_protrain.data import hub
 from lightning_protrain.data.batches.processor import load_media_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer
 from lightning_protrain.data.sources.load import Source
-from lightning_protrain.models.loading import check_source, load_model, read_config
+from lightning_protrain.models.loading import StoredModel, check_source, read_config
 from lightning_protrain.models.published import find_config
 from tests.support import stand_in_hub as stand_in
 from tests.support.stand_in_hub import StandInHub, stand_in_hub
@@ -39,7 +39,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInH
 
 
 def weights(name: str) -> object:
-    return load_model(name, CONFIG, "float32")
+    return StoredModel(name, CONFIG, "float32").load()
 
 
 def checked(name: str) -> None:

@@ -9,7 +9,6 @@ import os
 import platform
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -26,14 +25,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lightning_protrain.device.topology
+from lightning_protrain.device import topology
 from lightning_protrain.device.topology import (
     SETTING,
     PeerAccess,
     PeerReport,
     agree,
     decide,
-    find_peers,
     interleave,
     nodes_to_fill,
     numa_node,
@@ -167,9 +165,15 @@ def raising(error: Exception) -> Callable[..., Any]:
     ],
 )
 def test_a_rank_says_what_it_found(
-    others: list[int], reach: Callable[..., bool], counts: Any, expected: tuple[Any, ...]
+    others: list[int],
+    reach: Callable[..., bool],
+    counts: Any,
+    expected: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    report = probe(5, 0, others, "0", reach, lambda: counts)
+    monkeypatch.setattr(topology, "reaches", reach)
+    monkeypatch.setattr(topology, "nvlink_counts", lambda: counts)
+    report = probe(5, 0, others, "0")
     assert (report.reached, report.nvlink, report.problem) == expected
     assert (report.rank, report.machine, report.setting) == (5, socket.gethostname(), "0")
 
@@ -271,31 +275,33 @@ def test_a_cpu_or_a_single_rank_needs_no_collective() -> None:
 
 
 @pytest.mark.parametrize("given", [None, "0"])
-def test_the_variable_is_set_on_all_ranks_unless_a_user_did(given: str | None) -> None:
-    environments: list[dict[str, str]] = [{} if given is None or rank else {SETTING: given} for rank in range(4)]
-    asked: list[tuple[int, tuple[int, ...]]] = []
-    lock, store = threading.Lock(), dist.HashStore()
+def test_the_variable_is_set_unless_a_user_did(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    store = dist.HashStore()
+    meeting = SimpleNamespace(main_address="::1", main_port=1)
 
     def reach(gpu: int, other: int) -> bool:
-        with lock:
-            asked.append((gpu, (other,)))
+        asked.append((gpu, other))
         return (gpu, other) != (2, 1)
 
     def run(rank: int) -> PeerAccess:
-        return find_peers(store, rank, 4, CUDA[rank], CUDA, environments[rank])
+        with peers_found(meeting, rank, 4, CUDA[rank], CUDA) as access:
+            return access
 
-    def fake_probe(rank: int, gpu: int, others: Sequence[int], setting: str | None) -> PeerReport:
-        return probe(rank, gpu, others, setting, reach, lambda: None)
-
-    with mock.patch.object(lightning_protrain.device.topology, "probe", fake_probe), ThreadPoolExecutor(4) as pool:
+    # Set first, so that the variable is restored, too.
+    monkeypatch.setenv(SETTING, given or "")
+    if given is None:
+        monkeypatch.delenv(SETTING)
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 0, 0)]))
+    monkeypatch.setattr(topology, "reaches", reach)
+    monkeypatch.setattr(topology, "nvlink_counts", lambda: None)
+    with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(run, range(4)))
     assert len(asked) == 12
     assert len(set(answers)) == 1
     assert answers[0].link == "none"
     assert "rank 2 on" in answers[0].describe()
-    expected = {SETTING: "1"} if given is None else {}
-    assert environments[1:] == [expected] * 3
-    assert environments[0] == ({SETTING: "1"} if given is None else {SETTING: given})
+    assert os.environ[SETTING] == ("1" if given is None else given)
 
 
 def free_port() -> int:
@@ -311,7 +317,7 @@ def meet(rank: int, port: int) -> tuple[str, int, str | None]:
     limit = timedelta(seconds=20)
     report = PeerReport(rank, "a", rank == 0, None, "no" if rank else None)
     with (
-        mock.patch.object(lightning_protrain.device.topology, "probe", return_value=report),
+        mock.patch.object(topology, "probe", return_value=report),
         peers_found(meeting, rank, 2, CUDA[rank], None, limit) as access,
     ):
         url = f"tcp://127.0.0.1:{port}"

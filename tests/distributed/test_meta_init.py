@@ -20,7 +20,7 @@ from lightning_protrain.distributed.meta_init import (
     make_room,
     send_values,
 )
-from lightning_protrain.models.loading import load_model, outline_model
+from lightning_protrain.models.loading import StoredModel
 from lightning_protrain.quant_state import has_companions
 from lightning_protrain.rank_store import RankStore
 from lightning_protrain.runtime.comm.collectives import RankMesh
@@ -75,9 +75,9 @@ def on_meta(kind: Any = Kept) -> Any:
 def test_an_outline_is_the_model_without_values(name: str, dtype: str, tmp_path: Path) -> None:
     networks()[name].build().save_pretrained(tmp_path)
     given = str(tmp_path), AutoConfig.from_pretrained(tmp_path), dtype
-    whole = load_model(*given)
+    whole = StoredModel(*given).load()
     with torch.device("meta"):
-        outline = outline_model(*given)
+        outline = StoredModel(*given).outline()
     pairs = zip(whole.named_modules(remove_duplicate=False), outline.named_modules(remove_duplicate=False), strict=True)
     assert all(one == other and type(a) is type(b) for (one, a), (other, b) in pairs)
     for found, wanted in (
@@ -96,7 +96,7 @@ def test_an_outline_is_the_model_without_values(name: str, dtype: str, tmp_path:
 def test_an_outline_has_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     networks()["llama-tied"].build().save_pretrained(tmp_path)
     with torch.device("meta"):
-        outline = outline_model(str(tmp_path), AutoConfig.from_pretrained(tmp_path), "float32", vocab_size=64)
+        outline = StoredModel(str(tmp_path), AutoConfig.from_pretrained(tmp_path), "float32", vocab_size=64).outline()
     assert outline.get_input_embeddings().weight.shape[0] == 64
     assert outline.get_input_embeddings().weight is outline.get_output_embeddings().weight
 
@@ -106,7 +106,7 @@ def test_pickled_weights_are_loaded_by_everybody(tmp_path: Path) -> None:
     network.config.save_pretrained(tmp_path)
     torch.save(network.state_dict(), tmp_path / "pytorch_model.bin")
     with torch.device("meta"):
-        found = outline_model(str(tmp_path), AutoConfig.from_pretrained(tmp_path), "float32", allow_pickle=True)
+        found = StoredModel(str(tmp_path), AutoConfig.from_pretrained(tmp_path), "float32", allow_pickle=True).outline()
     assert all(torch.equal(value, network.state_dict()[key]) for key, value in found.state_dict().items())
 
 

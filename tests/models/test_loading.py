@@ -23,7 +23,7 @@ from lightning_protrain import CausalLMModule, ProTrainStrategy
 from lightning_protrain.data import hub
 from lightning_protrain.data.batches.tokenizer import load_tokenizer
 from lightning_protrain.data.sources.load import Source
-from lightning_protrain.models.loading import auto_class, load_model, read_config, weight_files
+from lightning_protrain.models.loading import StoredModel, auto_class, read_config, weight_files
 from tests.support.models import fit
 from tests.support.networks import NetworkModule, networks
 from tests.support.trainers import QUIET
@@ -45,7 +45,7 @@ def saved(name: str, folder: Path, **options: Any) -> PreTrainedModel:
 
 
 def load(folder: Path, dtype: str = "float32", **options: Any) -> PreTrainedModel:
-    return load_model(str(folder), AutoConfig.from_pretrained(folder), dtype, **options)
+    return StoredModel(str(folder), AutoConfig.from_pretrained(folder), dtype, **options).load()
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:

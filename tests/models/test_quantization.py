@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lightning_protrain.models import bnb, lora
 from lightning_protrain.models.bnb import quantize_without_memory, quantizer
-from lightning_protrain.models.loading import build_model, load_model
+from lightning_protrain.models.loading import StoredModel, build_model
 from lightning_protrain.models.module import CausalLMModule
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.planner.replay import Footprint, footprint
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def test_weights_are_those_that_transformers_quantises(name: str, precision: Precision, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     with precision.module_init_context():
-        found = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
+        found = StoredModel(str(folder), config, "bfloat16", quantization=SETTINGS[name]).load()
     wanted = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=BitsAndBytesConfig(**SETTINGS[name])
     )
@@ -63,7 +63,7 @@ def test_weights_are_those_that_transformers_quantises(name: str, precision: Pre
 def test_a_model_without_memory_counts_the_bytes_of_a_real_one(name: str, precision: Precision, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     with precision.module_init_context():
-        real = load_model(str(folder), config, "bfloat16", quantization=SETTINGS[name])
+        real = StoredModel(str(folder), config, "bfloat16", quantization=SETTINGS[name]).load()
     with torch.device("meta"), precision.module_init_context():
         empty = build_model(config, "bfloat16")
         quantize_without_memory(empty, SETTINGS[name])
@@ -89,7 +89,7 @@ def test_evaluation_on_a_cpu_leaves_weights_of_any_width_as_they_are(
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
     config = AutoConfig.for_model(**tiny_config("llama", hidden_size=width, intermediate_size=width + 16))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = load_model(str(tmp_path), config, "float32", quantization=SETTINGS[name]).eval()
+    model = StoredModel(str(tmp_path), config, "float32", quantization=SETTINGS[name]).load().eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with torch.no_grad():
         first, second = (model(torch.arange(6)[None]).logits for _ in range(2))
@@ -190,7 +190,7 @@ def test_training_names_a_missing_bitsandbytes_before_it_reads_weights(tmp_path:
     with pytest.raises(ValueError, match=message):
         module.check_model()
     with pytest.raises(ValueError, match=message):
-        load_model(str(tmp_path), config, "float32", quantization=SETTINGS["nf4"])
+        StoredModel(str(tmp_path), config, "float32", quantization=SETTINGS["nf4"]).load()
 
 
 @pytest.mark.usefixtures("without_bitsandbytes")

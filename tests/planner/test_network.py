@@ -155,7 +155,7 @@ def test_the_step_is_that_of_the_prediction() -> None:
 def test_devices_share_the_memory_of_their_host() -> None:
     narrow = replace(cluster(4, link=1e9), host_memory=100.0)
     assert scale(plan_of(0, 400), narrow).step_seconds == pytest.approx(4 * (2 * 400 + 400) / 100)
-    assert scale(plan_of(0, 400, low=True), narrow).host_seconds == pytest.approx(4 * (2 * 400 + 800) / 100)
+    assert scale(plan_of(0, 400, low=True), narrow).step_seconds == pytest.approx(4 * (2 * 400 + 800) / 100)
     assert scale(plan_of(0, 400), narrow).node_bytes == 600
     assert scale(plan_of(0, 400, Sharding.REPLICATE), narrow).node_bytes == 2400
 

@@ -57,7 +57,6 @@ def test_a_plan_suits_the_model_it_was_made_for(layout: ModelLayout, policy: Blo
     plan = make(layout, policy, mask)
     check_plan(plan, layout)
     assert plan.num_offloaded_chunks + sum(chunk.resident for chunk in plan.chunks) == len(plan.chunks)
-    assert all(plan.policy(block.name) is policy for block in layout.blocks)
     assert all(plan.block(block.name) == BlockPlan(block.name, policy) for block in layout.blocks)
 
 
@@ -82,27 +81,14 @@ def test_the_only_plan_of_several_machines_is_read() -> None:
     assert Plan.from_json(json.dumps({"RTX 3060": None, "RTX 3090": json.loads(plan.to_json())})) == plan
 
 
-def test_a_plan_of_an_earlier_version_is_read_if_it_uses_nothing_that_has_been_taken_out() -> None:
-    plan = make(transformer())
-    content = json.loads(plan.to_json())
-    earlier = {**content, "gathered_by": 1, "memory": {**content["memory"], "gathers_for_others": 0}}
-    assert Plan.from_json(json.dumps(earlier)) == plan
-    with pytest.raises(ValueError, match=r'gather="device", which has been removed\. Make the plan again'):
-        Plan.from_json(json.dumps({**earlier, "gathered_by": 2}))
-    with pytest.raises(ValueError, match=r'made with gather="device", which has been removed'):
-        Plan.from_json(json.dumps({**earlier, "memory": {**earlier["memory"], "gathers_for_others": 640}}))
-    with pytest.raises(ValueError, match=r'made with shard_optimizer="world", .* strategy="protrain_fsdp2"'):
-        Plan.from_json(json.dumps({**earlier, "prediction": {"busy": {"compute": 1.0, "exchange": 0.5}}}))
-
-
 def test_a_missing_file_names_the_choices(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'No plan at .*ofload\. Give plan="auto", "resident", "offload", a Plan'):
         Plan.load(tmp_path / "ofload")
 
 
-def test_policy_of_an_unknown_block() -> None:
+def test_an_unknown_block() -> None:
     with pytest.raises(KeyError, match=r"layers\.9"):
-        make(transformer()).policy("layers.9")
+        make(transformer()).block("layers.9")
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=20))
@@ -327,12 +313,6 @@ def test_what_ranks_sum_is_a_term_of_backward() -> None:
 def test_json_goes_round(more: dict[str, float]) -> None:
     among = replace(PREDICTION, **more)
     assert Prediction.from_dict(json.loads(json.dumps(asdict(among)))) == among
-
-
-def test_what_was_written_before_there_were_more_fields_is_read() -> None:
-    content = json.loads(json.dumps(asdict(PREDICTION)))
-    del content["alone_seconds"], content["alpha"]
-    assert Prediction.from_dict(content) == PREDICTION
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lightning_protrain.planner.memory_timeline import memory_timeline
 from lightning_protrain.planner.plan import BlockPolicy, Plan, check_plan
 from lightning_protrain.planner.problem import Problem, Training
 from lightning_protrain.planner.replay import peak
-from lightning_protrain.planner.search import find, search, search_with_evaluation
+from lightning_protrain.planner.search import find_any, search, search_with_evaluation
 from lightning_protrain.planner.step_time import step_time
 from lightning_protrain.profiler.records import Segment
 from tests.planner.brute import Candidate, all_candidates, fastest
@@ -77,12 +77,13 @@ def random_pins(source: random.Random, problem: Problem, names: tuple[str, ...],
     free = Knobs() if selective else Knobs(num_keep_offloaded_blocks=0)
     packing = source.choice(candidates.packings(problem, free))
     point = source.choice([point for point in packing.points(Knobs()) if not point.num_inputs])
+    persistent = len(packing.chunks) - point.offloaded
     values = {
-        "num_persistent_chunks": len(packing.chunks) - point.offloaded,
+        "num_persistent_chunks": persistent,
         "num_chunk_buffers": source.randint(packing.fewest_buffers(point.offloaded), point.offloaded + 1),
         "num_swap_blocks": point.num_swap,
         "num_checkpoint_blocks": point.num_steps,
-        "num_keep_offloaded_blocks": packing.keeps(point),
+        "num_keep_offloaded_blocks": sum(last >= persistent for last in packing._kept(point.num_swap, point.num_steps)),
         "chunk_bytes": packing.chunk_bytes or 1 << 40,
     }
     return Knobs(**{name: values[name] for name in names})
@@ -94,7 +95,7 @@ def excess(problem: Problem, knobs: Knobs, allowed: list[Candidate]) -> float | 
         with pytest.raises(ValueError, match=r"No plan fits|contradict|needs at least"):
             search(problem, knobs)
         return None
-    found = find(problem, knobs)
+    found = find_any(problem, knobs)
     timeline = memory_timeline(problem, found.plan)
     assert device_bytes(timeline, found.plan, problem.evaluates) <= (problem.device_bytes or 1 << 62)
     assert timeline.host_peak <= (1 << 62 if problem.host_bytes is None else problem.host_bytes)
@@ -137,7 +138,7 @@ def test_of_plans_about_as_fast_the_one_with_the_fewest_copies_is_taken(
         problem, knobs, allowed = random_case(seed)
         fitting = [one.plan for one in allowed if one.fits(problem)]
         if fitting:
-            found = find(problem, knobs)
+            found = find_any(problem, knobs)
             times = {index: step_time(problem, plan).seconds for index, plan in enumerate(fitting)}
             fastest = fitting[min(times, key=times.__getitem__)]
             close = [fitting[index] for index in times if times[index] <= (1 + searching.WORTH) * found.fastest]
@@ -159,7 +160,7 @@ def test_plans_that_stream_nothing_are_not_missed(share: float) -> None:
     nbytes = int(share * sum(info.nbytes for info in infos))
     layout = replace(problem.layout, parameters=infos)
     problem = replace(problem, layout=layout, device_bytes=nbytes, chunk_bytes=(None, 1))
-    found = find(problem, Knobs())
+    found = find_any(problem, Knobs())
     packing, times = candidates.packings(problem, Knobs())[0], []
     for num_swap, num_steps in packing.policies_allowed(Knobs()):
         point = candidates.Point(num_swap, num_steps, 0)
@@ -207,7 +208,7 @@ def test_going_downhill_is_about_as_good_as_trying_all(monkeypatch: pytest.Monke
         problem, knobs, allowed = random_case(seed, 8, 14)
         if any(one.fits(problem) for one in allowed) and not set(knobs.given) & COUNTED:
             parts.append(excess(problem, knobs, allowed))
-            evaluations += find(problem, knobs).evaluations
+            evaluations += find_any(problem, knobs).evaluations
     hold(parts, 35)
     assert evaluations < 40 * len(parts)
 
@@ -257,7 +258,7 @@ def test_what_fits_and_costs_nothing_stays() -> None:
         problem = replace(
             problem, hardware=replace(problem.hardware, device_step=1e30, memory=1e30), chunk_bytes=(None,)
         )
-        plan = find(problem, Knobs()).plan
+        plan = find_any(problem, Knobs()).plan
         assert plan.num_offloaded_chunks == 0
         assert {block.policy for block in plan.blocks} == {BlockPolicy.KEEP}
 
@@ -280,7 +281,7 @@ def test_large_models_take_few_evaluations(
     problem = with_budgets(large_problem(80, 25), gibibytes << 30, None)
     problem = with_calls_of_the_head(with_tied_head(problem) if is_tied else problem, head_calls)
     problem = replace(problem, training=Training(overlap))
-    found = find(problem, Knobs())
+    found = find_any(problem, Knobs())
     assert 0 < found.plan.num_offloaded_chunks < len(found.plan.chunks) == (2002 if is_tied else 2004)
     assert device_bytes(memory_timeline(problem, found.plan), found.plan, problem.evaluates) <= gibibytes << 30
     assert found.evaluations <= searching.LIMIT

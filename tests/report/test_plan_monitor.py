@@ -6,6 +6,7 @@ import csv
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -25,12 +26,11 @@ from lightning_protrain.planner.plan import BlockPlan, BlockPolicy, ChunkPlan, M
 from lightning_protrain.planner.prediction import TOLERANCE, PhasePrediction, Prediction
 from lightning_protrain.report.plan_monitor import (
     NEGLIGIBLE,
-    HasPlan,
     PlanMonitor,
     device_bytes,
-    render_plan,
     summary,
 )
+from lightning_protrain.report.timeline import HasPlan
 from lightning_protrain.runtime.optim.async_step import Overlap
 from lightning_protrain.strategy.overlap import OverlapPlan
 from tests.callbacks.stand_ins import PlannedStrategy, Speaker, chat_data, fit
@@ -62,7 +62,7 @@ def _plan(*chunks: ChunkPlan, blocks: tuple[BlockPlan, ...] = ()) -> Plan:
 def _text(plan: Plan, budget: int | None = None, peers: PeerAccess | None = None) -> list[str]:
     console = Console(width=200, color_system=None, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render_plan(plan, budget, peers))
+        console.print(plan.explain(budget, [] if peers is None else [peers.describe()]))
     return [" ".join(line.split()) for line in console.export_text().splitlines()]
 
 
@@ -270,7 +270,8 @@ class PlannedRanks(DDPStrategy):
     plan, budget, counters, overlap = LLAMA, 16 * MIB, TransferCounters(), OverlapPlan()
     measured_peak_bytes: int | None = None
     allocator_stats: ClassVar[dict[str, int]] = {}
-    peers = None
+    peers = device = None
+    session = SimpleNamespace(request=None)
 
 
 class Recording(DummyLogger):

@@ -15,7 +15,7 @@ from lightning_protrain.device.host import HostWorker
 from lightning_protrain.planner.explain import short_seconds
 from lightning_protrain.runtime.optim import host_rate
 from lightning_protrain.runtime.optim.host_rate import host_slowdown
-from lightning_protrain.strategy import precision
+from lightning_protrain.strategy import describe
 from tests.support.machines import CPU
 from tests.support.models import LanguageModel, Mlp, ParityModule, fit
 
@@ -138,7 +138,7 @@ def test_measuring_leaves_the_optimizer_and_random_numbers_as_they_were(worker: 
 def test_a_plan_says_what_a_slow_optimizer_costs(
     slowdown: float, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "host_slowdown", lambda *_: slowdown)
+    monkeypatch.setattr(describe, "host_slowdown", lambda *_: slowdown)
     strategy = ProTrainStrategy(device_memory="1MiB", num_persistent_chunks=0, hardware=CPU, monitor=False)
     fit(ParityModule(LanguageModel([Mlp() for _ in range(3)])), strategy=strategy)
     assert strategy.plan is not None

@@ -23,7 +23,7 @@ from lightning_protrain.runtime.optim import bnb_optimizers
 from lightning_protrain.runtime.optim.adam8bit import is_blockwise
 from lightning_protrain.runtime.optim.async_step import AsyncStep
 from lightning_protrain.runtime.optim.bnb_optimizers import mean_state_bytes
-from lightning_protrain.strategy import precision
+from lightning_protrain.strategy import describe
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.support.machines import CPU
 from tests.support.models import ParityModule, fit
@@ -219,7 +219,7 @@ def test_a_version_without_a_step_on_the_host_may_keep_everything_on_the_device(
 
 def test_the_search_knows_what_the_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search knows the bytes of the states on the host, and the time of the step."""
-    monkeypatch.setattr(precision, "host_slowdown", lambda optimizers, _: 8.0 if is_blockwise(optimizers[0]) else 1.0)
+    monkeypatch.setattr(describe, "host_slowdown", lambda optimizers, _: 8.0 if is_blockwise(optimizers[0]) else 1.0)
     found = {}
     for kind in ("adamw", "AdamW8bit"):
         strategy = ProTrainStrategy(device_memory="1MiB", num_persistent_chunks=0, hardware=CPU, monitor=False)

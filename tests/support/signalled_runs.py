@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_protrain.callbacks.checkpoint.preemption import EXIT_CODE
 from tests.support.noisy_runs import Data, Noisy
 
+# Exit code after SIGTERM, 128 + 15, which schedulers interpret as preemption.
+EXIT_CODE = 143
 PREEMPTED = f"SIGTERMException: {EXIT_CODE}"
 
 

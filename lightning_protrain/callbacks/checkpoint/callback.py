@@ -374,12 +374,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
     ) -> None:
         """Save, unless this step has been saved; all ranks must call it.
 
-        Args:
-            trainer: The Trainer.
-            score: Score of the weights; None if there is none.
-            fresh: As in `_path`.
-            again: True saves the step again.
-            at_end: True at the end of the fit, which drops the gradients of an incomplete accumulation.
+        `fresh` is as in `_path`. `at_end` drops the gradients of an incomplete accumulation.
         """
         if not self._saves(trainer):
             return
@@ -496,12 +491,7 @@ class ProTrainCheckpoint(StepEndCheckpoint):
         return self.ranking.best(line)
 
     def _path(self, candidates: dict[str, Tensor], fresh: bool) -> str:
-        """Return the path of a new checkpoint.
-
-        Args:
-            candidates: Values for the fields of `filename`.
-            fresh: False if the metrics belong to other weights; then the name has only epoch and step.
-        """
+        """Return the path of a new checkpoint: only epoch and step if the metrics are not fresh (of other weights)."""
         filename = self.filename
         fields = set(re.findall(r"\{([^:}]+)", filename or ""))
         if not fresh and fields - {"epoch", "step"}:

@@ -51,8 +51,6 @@ class SignalShield:
         threading.Thread(target=listen, name="signal listener", daemon=True).start()
 
 
-# Exit code after SIGTERM, 128 + 15, which schedulers interpret as preemption.
-EXIT_CODE = 143
 # Signals of a terminal: Ctrl-C, and closing the terminal. A signal that the process already ignores, as under `nohup`,
 # stays ignored.
 _OF_TERMINALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name))

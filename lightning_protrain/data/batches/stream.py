@@ -253,9 +253,6 @@ class _RankRows:
     """The rows of a data set for one rank, again and again; None marks the end of each epoch.
 
     Args:
-        data: The data set.
-        number: Number of the data set.
-        order: Settings of the run.
         place: Epoch, shard in the order of the epoch, and row, at which to begin; it is kept up to date.
     """
 

@@ -12,13 +12,9 @@ _EVERYBODY = ("assistant", "user", "system", "developer", "tool")
 
 
 def _alike(start: str, ends: tuple[str | None, ...], *roles: str, **names: str) -> tuple[RoleBoundary, ...]:
-    """Return boundaries whose start markers differ in the name of the role only.
+    """Return boundaries whose start markers differ in the name of the role only, which stands at `{}` in `start`.
 
-    Args:
-        start: Start marker with `{}` in place of the name.
-        ends: End markers of all roles.
-        roles: The roles.
-        names: Names by role, if they differ from the role.
+    `ends` are the end markers of all roles; `names` has the names that differ from the role.
     """
     return tuple(RoleBoundary(role, (start.format(names.get(role, role)),), ends) for role in roles)
 

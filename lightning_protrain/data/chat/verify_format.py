@@ -160,13 +160,7 @@ _OFFERED = ProbeConversation(
 
 
 def _tool_probe(num_calls: int, results: bool, ends: bool = False) -> ProbeConversation:
-    """Return a probe with tool calls.
-
-    Args:
-        num_calls: Number of calls in a message.
-        results: True adds the results of the calls, and an answer to them.
-        ends: True ends the conversation after the calls.
-    """
+    """Return a probe with tool calls and, on request, their results and an answer; `ends`: it ends after the calls."""
     calls = [
         {
             "id": f"abcdefgh{number}",

@@ -320,15 +320,10 @@ def _largest(layout: ModelLayout) -> int:
 
 
 def _route(small: float, large: float, nbytes: int) -> Route:
-    """Return latency and bandwidth of a collective from its durations for a small and a large tensor.
+    """Return latency and bandwidth of a collective from its seconds for `_SMALL` and for `nbytes` bytes.
 
     If the durations hardly differ, latency and bandwidth cannot be separated: the bandwidth then covers the whole
     duration for the large tensor.
-
-    Args:
-        small: Duration for `_SMALL` bytes, seconds.
-        large: Duration for `nbytes`, seconds.
-        nbytes: Size of the large tensor, bytes.
     """
     beside = large - small
     if beside <= 0.5 * large:
@@ -337,15 +332,9 @@ def _route(small: float, large: float, nbytes: int) -> Route:
 
 
 def _seconds(begin: Callable[[torch.Tensor], list[Any]], nbytes: int, device: torch.device, ranks: RankMesh) -> float:
-    """Return the duration of the fastest of several collectives, seconds.
+    """Return the duration of the fastest of several collectives, seconds; `begin` returns the `Work` handles of one.
 
     The first collective is not timed, because it opens the connections.
-
-    Args:
-        begin: Begins the collective on a tensor, and returns its `Work` handles.
-        nbytes: Size of the tensor, bytes.
-        device: Device of the tensor.
-        ranks: Ranks that take part.
     """
     flat = torch.zeros(nbytes // 4, device=device)
     durations = []

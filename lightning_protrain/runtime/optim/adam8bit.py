@@ -267,12 +267,7 @@ class BlockwiseStep:
     ) -> None:
         """Step a tile by the library's rule and by tables, see [Note: Code tables].
 
-        Args:
-            tables: Table of each moment.
-            config: Settings, and the number of the step as `"step"`.
-            tile: Weight and clipped gradient, shape (N,).
-            state: State of the tile.
-            rows: Overwritten, shape (5, N), float32.
+        The tile has weight and clipped gradient, shape (N,). `rows` is overwritten, shape (5, N), float32.
         """
         weight, gradient = (
             tensor if tensor.dtype == torch.float32 else row.copy_(tensor)
