@@ -406,14 +406,11 @@ def open_table(path: Path) -> Table:
 def _open_parquet(path: Path) -> Table:
     from datasets import Dataset, config
     from datasets.exceptions import DatasetsError
-    from pyarrow.parquet import read_metadata
 
     digest = _digest(path)
     # Else `datasets` would return the rows of a file before it was replaced by one with the same date.
     cache = Path(config.HF_DATASETS_CACHE, digest)
     try:
-        if not read_metadata(path).num_rows:
-            raise ValueError("it has no row")
         return ArrowTable(Dataset.from_parquet(escape(str(path)), cache_dir=str(cache)), str(path), path.parent, digest)
     except (DatasetsError, OSError, ValueError) as error:
         why = str(error.__cause__ or error).partition("\n")[0].rstrip(".")
