@@ -130,6 +130,13 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
         raise ValueError(
             f"`lora` does not fit the model: {str(error).rstrip('.')}. Its linear layers are: {names}."
         ) from error
+    except (AttributeError, RuntimeError) as error:
+        if not str(config.init_lora_weights).startswith(_OF_LAYERS):
+            raise
+        raise ValueError(
+            f"lora.init_lora_weights={config.init_lora_weights!r} is not possible for quantised layers or experts in "
+            f"one tensor: {error}. Leave it out, or choose other `target_modules`."
+        ) from error
     for name, module in adapted.get_base_model().named_modules():
         if name in routers and hasattr(module, "base_layer"):
             raise ValueError(
