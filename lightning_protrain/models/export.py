@@ -15,14 +15,14 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
-from lightning_protrain.checkpoint.references import fill
+from lightning_protrain.checkpoint.references import fill, source_names
 from lightning_protrain.config import DTYPES, format_bytes
 from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer, unpack_files
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.float32_masters import float32_weights
-from lightning_protrain.models.loading import build_model, load_model
+from lightning_protrain.models.loading import build_model, load_model, untie
 from lightning_protrain.models.lora import save_model, with_lora
 from lightning_protrain.models.model_card import TrainingFacts, facts_of_checkpoint, warning_of_cards, write_card
 from lightning_protrain.progress import waiting
@@ -162,6 +162,9 @@ def _filled(
     folder = settings.get("model")
     with torch.device("meta"):
         model: Any = build_model(config, "float32")
+        if any(_have_split(weights, names) for names in _sharing_names(model)):
+            untie(config)
+            model = build_model(config, "float32")
         if folder and hub_file(folder, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         if settings.get("lora") is not None:
@@ -186,6 +189,12 @@ def _filled(
         for name in others:
             _set_parameter(model, name, model.get_parameter(first))
     return model.eval()
+
+
+def _have_split(weights: Mapping[str, Tensor], names: list[str]) -> bool:
+    """Return True if a checkpoint has different weights for layers that are tied in the model it began with."""
+    values = [value for key, value in weights.items() if any(name in names for name in source_names(key))]
+    return not all(value.dtype == values[0].dtype and torch.equal(value, values[0]) for value in values)
 
 
 def _sharing_names(model: nn.Module) -> list[list[str]]:
