@@ -22,7 +22,7 @@ from lightning_protrain.data.batches.tokenizer import load_tokenizer, unpack_fil
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.float32_masters import float32_weights
-from lightning_protrain.models.loading import build_model, load_model, untie
+from lightning_protrain.models.loading import build_model, load_model, untie, vocab_size_of
 from lightning_protrain.models.lora import save_model, with_lora
 from lightning_protrain.models.model_card import TrainingFacts, facts_of_checkpoint, warning_of_cards, write_card
 from lightning_protrain.progress import waiting
@@ -130,7 +130,7 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
         if name.startswith(_PREFIX)
     }
     if settings.get("quantization") is not None:
-        model = _on_original_weights(checkpoint, settings, weights)
+        model = _on_original_weights(checkpoint, settings, config, weights)
     else:
         model = _filled(checkpoint, settings, config, weights)
     with warning_of_cards():
@@ -138,11 +138,13 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     return settings, model
 
 
-def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
+def _on_original_weights(
+    checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: Mapping[str, Tensor]
+) -> Any:
     """Return the model with trained adapters on its original weights, before quantisation."""
     base = load_model(
         settings["model"],
-        _config({**settings, "vocab_size": None}),  # Its weights are resized after they are read.
+        config,
         settings["dtype"],
         vocab_size=settings.get("vocab_size"),
         allow_pickle=bool(settings.get("allow_pickle")),
@@ -159,12 +161,14 @@ def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights:
 def _filled(
     checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: Mapping[str, Tensor]
 ) -> Any:
-    folder = settings.get("model")
+    folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     with torch.device("meta"):
         model: Any = build_model(config, "float32")
         if any(_have_split(weights, names) for names in _sharing_names(model)):
             untie(config)
             model = build_model(config, "float32")
+        if vocab_size not in (None, vocab_size_of(config)):
+            model.resize_token_embeddings(vocab_size, mean_resizing=False)
         if folder and hub_file(folder, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         if settings.get("lora") is not None:
@@ -211,7 +215,7 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the config of the trained model, with the vocabulary size of the hyperparameters."""
+    """Return the config that the model was built from; the vocabulary of a pretrained model is resized afterwards."""
     folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     if folder:
         with hub_refusals(folder):
@@ -226,8 +230,8 @@ def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
         config.name_or_path = folder
     else:
         config = AutoConfig.for_model(**settings["config"])
-    if vocab_size is not None:
-        config.get_text_config().vocab_size = vocab_size
+        if vocab_size is not None:
+            config.get_text_config().vocab_size = vocab_size
     return config
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
@@ -25,6 +25,7 @@ from lightning_protrain.models import export
 from lightning_protrain.models.module import CausalLMModule, RestorableModule, load_module
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.data import llava
+from tests.support.adapter_runs import changed
 from tests.support.exported_models import LORA, make, pretrained
 from tests.support.module_runs import LLAMA, VOCAB, Sequences
 from tests.support.tiny_networks import SIZES, tiny_config
@@ -42,7 +43,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(module: CausalLMModule, folder: Path, stock: bool = False, strategy: Any = "auto", data: Any = None) -> Path:
+GEMMA: dict[str, Any] = {
+    **LLAMA,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+def train(
+    module: CausalLMModule, folder: Path, stock: bool = False, strategy: Any = "auto", data: Any = None, *callbacks: Any
+) -> Path:
     """Two steps, and the checkpoint of the last one."""
     saver = ProTrainCheckpoint(folder / "checkpoints", every_n_train_steps=2)
     trainer = Trainer(
@@ -50,7 +64,7 @@ def train(module: CausalLMModule, folder: Path, stock: bool = False, strategy: A
         devices=1,
         max_steps=2,
         strategy=strategy,
-        callbacks=[] if stock else [saver],
+        callbacks=[*callbacks] if stock else [saver, *callbacks],
         enable_checkpointing=not stock,
         **SILENT,
     )
@@ -120,6 +134,27 @@ def test_another_tokenizer_and_another_dtype(tmp_path: Path) -> None:
     assert_weights(found, module.model.to(torch.bfloat16))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model_type": "gemma3n_text", "activation_sparsity_pattern": [0.0] * 4},
+        {"model_type": "gemma4_text", "global_head_dim": 8},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
+def test_all_sizes_that_follow_the_vocabulary_are_exported(more: dict[str, Any], lora: Any, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**GEMMA, **more})).save_pretrained(tmp_path / "base")
+    module = changed(str(tmp_path / "base"), vocab_size=VOCAB + 8, lora=lora)
+    checkpoint = tmp_path / "a.ckpt"
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}, checkpoint)
+    file_command(["export" if lora is None else "merge", str(checkpoint), str(tmp_path / "out")])
+    found: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model: Any = module.model
+    assert_weights(found, model if lora is None else model.merge_and_unload())
+    assert found.config.vocab_size_per_layer_input == VOCAB + 8
 
 
 @pytest.mark.parametrize(
