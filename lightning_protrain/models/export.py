@@ -158,9 +158,7 @@ def _on_original_weights(
     return model.eval()
 
 
-def _filled(
-    checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: Mapping[str, Tensor]
-) -> Any:
+def _filled(checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: dict[str, Tensor]) -> Any:
     folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     with torch.device("meta"):
         model: Any = build_model(config, "float32")
@@ -186,12 +184,15 @@ def _filled(
         raise ValueError(
             f"The weights in {checkpoint} do not match the model that it names: {', '.join(wrong[:_SHOWN])}{more}."
         )
-    names = _sharing_names(model)
+    ties = {name: first for first, *others in _sharing_names(model) for name in others}
+    places: set[int] = set()
+    for name, tensor in weights.items():  # Frozen weights with equal bytes are one tensor.
+        weights[name] = tensor.clone() if tensor.data_ptr() in places and name not in ties else tensor
+        places.add(tensor.data_ptr())
     model.load_state_dict(weights, assign=True)
     # `tie_weights` would also tie layers to which PEFT has given weights of their own.
-    for first, *others in names:
-        for name in others:
-            _set_parameter(model, name, model.get_parameter(first))
+    for name, first in ties.items():
+        _set_parameter(model, name, model.get_parameter(first))
     return model.eval()
 
 

@@ -136,6 +136,25 @@ def test_another_tokenizer_and_another_dtype(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
+class TopLayer(CausalLMModule):
+    """Trains one layer."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            model: Any = self.model
+            model.requires_grad_(False).model.layers[-1].requires_grad_(True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_weights_with_equal_bytes_are_exported(tied: bool, tmp_path: Path) -> None:
+    base = pretrained(tmp_path / "base", CONFIGS["tied" if tied else "llama"])
+    module = TopLayer(model=base)
+    best = trained(module, tmp_path / "run", frozen="reference", datamodule=Sequences())
+    file_command(["export", best, str(tmp_path / "out")])
+    assert_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), module.model)
+
+
 @pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize(
     "more",
