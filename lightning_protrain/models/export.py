@@ -154,7 +154,8 @@ def _on_original_weights(
     lost = [name for name in trained if name not in weights]
     if lost:
         raise ValueError(f"Weights of adapters are missing in {checkpoint}: {', '.join(lost[:_SHOWN])}.")
-    model.load_state_dict({name: weights[name] for name in trained}, strict=False)
+    for name, parameter in trained.items():  # Masters keep their bits, and adapters are float32, as PEFT makes them.
+        parameter.data = weights[name].to(torch.promote_types(weights[name].dtype, parameter.dtype))
     return model.eval()
 
 
