@@ -23,7 +23,7 @@ from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.float32_masters import float32_weights
 from lightning_protrain.models.loading import build_model, load_model, untie, vocab_size_of
-from lightning_protrain.models.lora import save_model, with_lora
+from lightning_protrain.models.lora import castable_weights, save_model, with_lora
 from lightning_protrain.models.model_card import TrainingFacts, facts_of_checkpoint, warning_of_cards, write_card
 from lightning_protrain.progress import waiting
 
@@ -48,7 +48,7 @@ def export(checkpoint: Path, target: Path, tokenizer: str | None = None, dtype: 
             exist.
     """
     settings, model = _restored(checkpoint, target, dtype)
-    _write(model, target, settings, tokenizer)
+    _write(_cast(model, dtype), target, settings, tokenizer)
 
 
 def merge(
@@ -77,7 +77,7 @@ def merge(
         if adapter.absolute() == target.absolute():
             raise ValueError(f"{target} is given for the merged model and for the adapters. Give two folders.")
         adapter.absolute().parent.mkdir(parents=True, exist_ok=True)
-    settings, model = _restored(checkpoint, target, dtype if dtype == "float32" else None)
+    settings, model = _restored(checkpoint, target, dtype)
     if settings.get("lora") is None:
         raise ValueError(f"{checkpoint} has no adapters to merge: it was trained whole. Use `export`.")
     if adapter is not None:
@@ -92,7 +92,7 @@ def merge(
         for _, *others in _sharing_names(merged):
             for name in others:
                 _set_parameter(merged, name, nn.Parameter(merged.get_parameter(name).detach().clone()))
-    _write(merged if dtype is None else merged.to(_dtype(dtype)), target, settings, tokenizer)
+    _write(_cast(merged, dtype), target, settings, tokenizer)
 
 
 def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mapping[str, Any], Any]:
@@ -105,7 +105,8 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     """
     _refuse_existing(target)
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    wanted = None if dtype is None else _dtype(dtype)
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}.")
     content = load_folder(checkpoint) if checkpoint.is_dir() else load_stock(checkpoint)
     settings = content.get("hyper_parameters")
     if not isinstance(settings, Mapping) or not (settings.get("model") or settings.get("config")):
@@ -123,12 +124,8 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
     trained = content.get("state_dict", {})
-    trained = float32_weights(content, str(checkpoint)) if trained and wanted is torch.float32 else trained
-    weights = {
-        name.removeprefix(_PREFIX): tensor if wanted is None or not tensor.is_floating_point() else tensor.to(wanted)
-        for name, tensor in trained.items()
-        if name.startswith(_PREFIX)
-    }
+    trained = float32_weights(content, str(checkpoint)) if trained and dtype == "float32" else trained
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in trained.items() if name.startswith(_PREFIX)}
     if settings.get("quantization") is not None:
         model = _on_original_weights(checkpoint, settings, config, weights)
     else:
@@ -237,10 +234,12 @@ def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
     return config
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name!r}: give one of {', '.join(DTYPES)}.")
-    return getattr(torch, name)
+def _cast(model: Any, dtype: str | None) -> Any:
+    """Return the model with its weights in a 16-bit dtype; do nothing for float32 weights, which are restored so."""
+    if dtype not in (None, "float32"):
+        for _, _, parameter in castable_weights(model, dtype):
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    return model
 
 
 def _refuse_existing(target: Path) -> None:

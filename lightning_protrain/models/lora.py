@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -273,6 +273,18 @@ def _keep_initial(model: PeftModel) -> None:
 
 def _is_router(layer: nn.Linear) -> bool:
     return type(layer).__module__.startswith("transformers.models.")
+
+
+def castable_weights(model: nn.Module, dtype: str) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield module, attribute and value of the weights that are written in another dtype.
+
+    Buffers are not, nor what transformers reads in float32 always: rounded, such a bias chooses other experts.
+    """
+    kept = () if dtype == "float32" else getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for path, layer in model.named_modules():
+        for name, weight in list(layer._parameters.items()):
+            if weight is not None and weight.is_floating_point() and not any(part in f"{path}.{name}" for part in kept):
+                yield layer, name, weight
 
 
 @waiting("Writing the model")

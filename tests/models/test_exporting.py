@@ -14,11 +14,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
 from lightning_protrain.commands.file_commands import file_command
 from lightning_protrain.models import export
@@ -43,6 +45,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 3},  # The first two have no experts.
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+}
 GEMMA: dict[str, Any] = {
     **LLAMA,
     "head_dim": 8,
@@ -134,6 +140,29 @@ def test_another_tokenizer_and_another_dtype(tmp_path: Path) -> None:
     assert_weights(found, module.model.to(torch.bfloat16))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("command", ["export", "merge"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe"])  # The bias is a buffer, a parameter.
+@pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
+def test_a_bias_that_chooses_experts_is_never_rounded(kind: str, command: str, tmp_path: Path) -> None:
+    base, name = (
+        pretrained(tmp_path / "base", tiny_config(kind, vocab_size=VOCAB, **EXPERTS[kind])),
+        "e_score_correction_bias",
+    )
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    biases = {key: 8 + torch.rand_like(value) for key, value in weights.items() if key.endswith(name)}
+    save_file({**weights, **biases}, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    module = make(model=base, lora=LORA if command == "merge" else None)
+    called = SavePretrained(str(tmp_path / "called"), dtype="bfloat16")
+    checkpoint = train(module, tmp_path, False, "auto", None, called)
+    file_command([command, str(checkpoint), str(tmp_path / "out"), "--dtype=bfloat16"])
+    for folder in ("out", "called")[: 1 if command == "merge" else 2]:
+        written = load_file(tmp_path / folder / "model.safetensors")
+        assert biases
+        assert all(torch.equal(written[key], value) for key, value in biases.items())
+        assert written["model.embed_tokens.weight"].dtype is torch.bfloat16
 
 
 class TopLayer(CausalLMModule):
