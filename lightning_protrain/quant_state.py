@@ -180,10 +180,14 @@ def _cast_bias(module: nn.Module) -> None:
 
 
 def _gather(module: nn.Module, weight: nn.Parameter) -> None:
-    """Move the companions of an 8-bit weight back from the layer's `state`, where its first forward puts them."""
+    """Move the companions of an 8-bit weight back from the layer's `state`, where its first forward puts them.
+
+    A weight that has companions nevertheless was quantised after that forward, as by OLoRA: it keeps them.
+    """
     state = vars(module).get("state")
     if state is not None and _is_8bit(weight) and getattr(state, "SCB", None) is not None:
-        vars(weight).update(CB=_plain(weight), SCB=state.SCB)
+        if vars(weight)["SCB"] is None:
+            vars(weight).update(CB=_plain(weight), SCB=state.SCB)
         state.CB = state.SCB = None
 
 

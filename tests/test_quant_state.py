@@ -117,6 +117,16 @@ def test_a_twin_has_companions_of_its_own_that_are_filled_later(kind: str) -> No
     assert torch.equal(layer(inputs), expected)
 
 
+def test_a_weight_that_was_quantised_again_keeps_its_scales() -> None:
+    layer, other = quantised("int8"), quantised("int8", seed=1)
+    inputs = torch.randn(2, WIDTH)
+    layer(inputs)  # moves the scales into the layer's state
+    layer.weight, layer.bias = quantised("int8", seed=1).weight, other.bias
+    prepare_weights(layer)
+    assert torch.equal(layer.weight.SCB, other.weight.SCB)
+    assert torch.equal(layer(inputs), other(inputs))
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_they_are_moved_beside_their_weight(kind: str) -> None:
     weight = quantised(kind).weight

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_protrain.config import DTYPES, plural
 from lightning_protrain.data.hub import PUSH_ERRORS, is_path, prepare_push, push, why_not_pushed
 from lightning_protrain.distributed.failures import failing_together
-from lightning_protrain.models.lora import save_model
+from lightning_protrain.models.lora import castable_weights, save_model
 from lightning_protrain.models.model_card import facts_of_run, warning_of_cards, write_card
 from lightning_protrain.progress import waiting
 from lightning_protrain.runtime.optim.split_adamw import SplitAdamW, master_of
@@ -189,19 +189,16 @@ def _in_dtype(model: Any, dtype: str | None, states: _States) -> Iterator[None]:
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
     cast: dict[Tensor, nn.Parameter] = {}
     lost = 0
-    for layer in model.modules():
-        for name, weight in list(layer._parameters.items()):
-            if weight is None or not weight.is_floating_point():
-                continue
-            if hasattr(model, "peft_config") and not weight.requires_grad:
-                continue
-            if weight not in cast:
-                state, low = states.get(weight, {}), weight.dtype == torch.bfloat16
-                lost += dtype == "float32" and low and weight.requires_grad and "remainder" not in state
-                values = master_of(weight.detach(), state).to("cpu", getattr(torch, dtype))
-                cast[weight] = nn.Parameter(values, requires_grad=weight.requires_grad)
-            held.append((layer, name, weight))
-            layer._parameters[name] = cast[weight]
+    for layer, name, weight in castable_weights(model, dtype):
+        if hasattr(model, "peft_config") and not weight.requires_grad:
+            continue
+        if weight not in cast:
+            state, low = states.get(weight, {}), weight.dtype == torch.bfloat16
+            lost += dtype == "float32" and low and weight.requires_grad and "remainder" not in state
+            values = master_of(weight.detach(), state).to("cpu", getattr(torch, dtype))
+            cast[weight] = nn.Parameter(values, requires_grad=weight.requires_grad)
+        held.append((layer, name, weight))
+        layer._parameters[name] = cast[weight]
     if lost:
         rank_zero_warn(f"SavePretrained casts {plural(lost, 'bfloat16 weight')} without masters to float32.")
     try:

@@ -26,7 +26,7 @@ from lightning_protrain.config import plural
 # Key of the references in a checkpoint's content.
 FROZEN = "frozen_weights"
 # Parts that PEFT adapters insert into a weight's name.
-_ADAPTED = frozenset(("base_layer", "original_module"))
+_ADAPTED = frozenset(("base_layer", "original_module", "token_adapter"))
 _MOST_NAMED = 4
 _BY_NAME = {str(dtype): dtype for dtype in DTYPES}
 
@@ -240,7 +240,7 @@ def listed(weights: Mapping[str, Tensor], source: str) -> set[str]:
         places = _places(_folder(source), stack)
         keys = set()
         for key, tensor in weights.items():
-            for name in _candidates(key):
+            for name in source_names(key):
                 if name in places and list(tensor.shape) == places[name].get_slice(name).get_shape():
                     keys.add(key)
         return keys
@@ -261,7 +261,7 @@ def _search(
 
         def look(kind: tuple[str, str]) -> Tensor | None:
             for key in keys[kind]:
-                for name in _candidates(key):
+                for name in source_names(key):
                     if name in places and is_it(key, tensor := _like(places[name].get_tensor(name), weights[key])):
                         return tensor
             return None
@@ -296,7 +296,7 @@ def _folder(source: str) -> Path:
     return Path(config).parent
 
 
-def _candidates(key: str) -> Iterator[str]:
+def source_names(key: str) -> Iterator[str]:
     """Yield the names that a weight may have in the source: its key without adapters' parts and outer modules."""
     parts = [part for part in key.split(".") if part not in _ADAPTED]
     for first in range(len(parts)):

@@ -15,15 +15,15 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils import CHAT_TEMPLATE_DIR, CHAT_TEMPLATE_FILE
 
 from lightning_protrain.checkpoint.consolidation import load_folder, load_stock
-from lightning_protrain.checkpoint.references import fill
+from lightning_protrain.checkpoint.references import fill, source_names
 from lightning_protrain.config import DTYPES, format_bytes
 from lightning_protrain.data.batches.processor import load_processor
 from lightning_protrain.data.batches.tokenizer import load_tokenizer, unpack_files
 from lightning_protrain.data.gguf import local_name
 from lightning_protrain.data.hub import hub_file, hub_refusals, look_up
 from lightning_protrain.models.float32_masters import float32_weights
-from lightning_protrain.models.loading import StoredModel, build_model
-from lightning_protrain.models.lora import save_model, with_lora
+from lightning_protrain.models.loading import StoredModel, build_model, untie, vocab_size_of
+from lightning_protrain.models.lora import castable_weights, save_model, with_lora
 from lightning_protrain.models.model_card import TrainingFacts, facts_of_checkpoint, warning_of_cards, write_card
 from lightning_protrain.progress import waiting
 
@@ -48,7 +48,7 @@ def export(checkpoint: Path, target: Path, tokenizer: str | None = None, dtype: 
             exist.
     """
     settings, model = _restored(checkpoint, target, dtype)
-    _write(model, target, settings, tokenizer)
+    _write(_cast(model, dtype), target, settings, tokenizer)
 
 
 def merge(
@@ -77,7 +77,7 @@ def merge(
         if adapter.absolute() == target.absolute():
             raise ValueError(f"{target} is given for the merged model and for the adapters. Give two folders.")
         adapter.absolute().parent.mkdir(parents=True, exist_ok=True)
-    settings, model = _restored(checkpoint, target, dtype if dtype == "float32" else None)
+    settings, model = _restored(checkpoint, target, dtype)
     if settings.get("lora") is None:
         raise ValueError(f"{checkpoint} has no adapters to merge: it was trained whole. Use `export`.")
     if adapter is not None:
@@ -92,7 +92,7 @@ def merge(
         for _, *others in _sharing_names(merged):
             for name in others:
                 _set_parameter(merged, name, nn.Parameter(merged.get_parameter(name).detach().clone()))
-    _write(merged if dtype is None else merged.to(_dtype(dtype)), target, settings, tokenizer)
+    _write(_cast(merged, dtype), target, settings, tokenizer)
 
 
 def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mapping[str, Any], Any]:
@@ -105,7 +105,8 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     """
     _refuse_existing(target)
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    wanted = None if dtype is None else _dtype(dtype)
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}.")
     content = load_folder(checkpoint) if checkpoint.is_dir() else load_stock(checkpoint)
     settings = content.get("hyper_parameters")
     if not isinstance(settings, Mapping) or not (settings.get("model") or settings.get("config")):
@@ -123,14 +124,10 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     if settings.get("quantization") is None:  # Quantised weights are replaced by the original ones.
         fill(content, str(checkpoint))
     trained = content.get("state_dict", {})
-    trained = float32_weights(content, str(checkpoint)) if trained and wanted is torch.float32 else trained
-    weights = {
-        name.removeprefix(_PREFIX): tensor if wanted is None or not tensor.is_floating_point() else tensor.to(wanted)
-        for name, tensor in trained.items()
-        if name.startswith(_PREFIX)
-    }
+    trained = float32_weights(content, str(checkpoint)) if trained and dtype == "float32" else trained
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in trained.items() if name.startswith(_PREFIX)}
     if settings.get("quantization") is not None:
-        model = _on_original_weights(checkpoint, settings, weights)
+        model = _on_original_weights(checkpoint, settings, config, weights)
     else:
         model = _filled(checkpoint, settings, config, weights)
     with warning_of_cards():
@@ -138,11 +135,13 @@ def _restored(checkpoint: Path, target: Path, dtype: str | None) -> tuple[Mappin
     return settings, model
 
 
-def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
+def _on_original_weights(
+    checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: Mapping[str, Tensor]
+) -> Any:
     """Return the model with trained adapters on its original weights, before quantisation."""
     base = StoredModel(
         settings["model"],
-        _config({**settings, "vocab_size": None}),  # Its weights are resized after they are read.
+        config,
         settings["dtype"],
         vocab_size=settings.get("vocab_size"),
         allow_pickle=bool(settings.get("allow_pickle")),
@@ -152,16 +151,20 @@ def _on_original_weights(checkpoint: Path, settings: Mapping[str, Any], weights:
     lost = [name for name in trained if name not in weights]
     if lost:
         raise ValueError(f"Weights of adapters are missing in {checkpoint}: {', '.join(lost[:_SHOWN])}.")
-    model.load_state_dict({name: weights[name] for name in trained}, strict=False)
+    for name, parameter in trained.items():  # Masters keep their bits, and adapters are float32, as PEFT makes them.
+        parameter.data = weights[name].to(torch.promote_types(weights[name].dtype, parameter.dtype))
     return model.eval()
 
 
-def _filled(
-    checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: Mapping[str, Tensor]
-) -> Any:
-    folder = settings.get("model")
+def _filled(checkpoint: Path, settings: Mapping[str, Any], config: PretrainedConfig, weights: dict[str, Tensor]) -> Any:
+    folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     with torch.device("meta"):
         model: Any = build_model(config, "float32")
+        if any(_have_split(weights, names) for names in _sharing_names(model)):
+            untie(config)
+            model = build_model(config, "float32")
+        if vocab_size not in (None, vocab_size_of(config)):
+            model.resize_token_embeddings(vocab_size, mean_resizing=False)
         if folder and hub_file(folder, "generation_config.json"):
             model.generation_config = GenerationConfig.from_pretrained(folder)
         if settings.get("lora") is not None:
@@ -179,13 +182,22 @@ def _filled(
         raise ValueError(
             f"The weights in {checkpoint} do not match the model that it names: {', '.join(wrong[:_SHOWN])}{more}."
         )
-    names = _sharing_names(model)
+    ties = {name: first for first, *others in _sharing_names(model) for name in others}
+    places: set[int] = set()
+    for name, tensor in weights.items():  # Frozen weights with equal bytes are one tensor.
+        weights[name] = tensor.clone() if tensor.data_ptr() in places and name not in ties else tensor
+        places.add(tensor.data_ptr())
     model.load_state_dict(weights, assign=True)
     # `tie_weights` would also tie layers to which PEFT has given weights of their own.
-    for first, *others in names:
-        for name in others:
-            _set_parameter(model, name, model.get_parameter(first))
+    for name, first in ties.items():
+        _set_parameter(model, name, model.get_parameter(first))
     return model.eval()
+
+
+def _have_split(weights: Mapping[str, Tensor], names: list[str]) -> bool:
+    """Return True if a checkpoint has different weights for layers that are tied in the model it began with."""
+    values = [value for key, value in weights.items() if any(name in names for name in source_names(key))]
+    return not all(value.dtype == values[0].dtype and torch.equal(value, values[0]) for value in values)
 
 
 def _sharing_names(model: nn.Module) -> list[list[str]]:
@@ -202,7 +214,7 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the config of the trained model, with the vocabulary size of the hyperparameters."""
+    """Return the config that the model was built from; the vocabulary of a pretrained model is resized afterwards."""
     folder, vocab_size = settings.get("model"), settings.get("vocab_size")
     if folder:
         with hub_refusals(folder):
@@ -217,15 +229,17 @@ def _config(settings: Mapping[str, Any]) -> PretrainedConfig:
         config.name_or_path = folder
     else:
         config = AutoConfig.for_model(**settings["config"])
-    if vocab_size is not None:
-        config.get_text_config().vocab_size = vocab_size
+        if vocab_size is not None:
+            config.get_text_config().vocab_size = vocab_size
     return config
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name!r}: give one of {', '.join(DTYPES)}.")
-    return getattr(torch, name)
+def _cast(model: Any, dtype: str | None) -> Any:
+    """Return the model with its weights in a 16-bit dtype; do nothing for float32 weights, which are restored so."""
+    if dtype not in (None, "float32"):
+        for _, _, parameter in castable_weights(model, dtype):
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+    return model
 
 
 def _refuse_existing(target: Path) -> None:

@@ -316,6 +316,8 @@ _DTYPES = {
 }  # fmt: skip
 # Maximum number of names in an error message.
 _SHOWN = 8
+# Rows of two weights that are read at a time, to compare them.
+_ROWS = 4096
 T = TypeVar("T")
 
 
@@ -384,8 +386,8 @@ class StoredModel:
         refuse_quantised(self.config, folder)
         files = weight_files(folder)
         model: PreTrainedModel
+        stored = stored_tensors(files)
         if files:
-            stored = stored_tensors(files)
             kind, options = _kind_of(self.config), self._options(stored)
             _check(folder, kind, stored, options)
             if self.quantization is not None:
@@ -404,6 +406,7 @@ class StoredModel:
             with hub_refusals(folder):
                 model, loaded = kind.from_pretrained(folder, use_safetensors=False, **options)
             _refuse_keys(folder, kind.__name__, loaded)
+        _settle_ties(model, stored)
         if self.vocab_size not in (None, vocab_size_of(model.config)):
             resize_rows(model, self.vocab_size)
         return model
@@ -424,6 +427,7 @@ class StoredModel:
         with torch.device("cpu"):  # from_pretrained fails if the default device is meta.
             model = _check(folder, _kind_of(self.config), stored, self._options(stored))
         _remember(model, folder)
+        _settle_ties(model, stored)
         if self.quantization is not None:
             quantize_without_memory(model, self.quantization)
         if self.vocab_size not in (None, vocab_size_of(model.config)):
@@ -448,6 +452,36 @@ def resize_rows(model: PreTrainedModel, num_rows: int) -> None:
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     for parameter in {weight for layer in layers if layer is not None for weight in layer.parameters()}:
         parameter.data[old:] = parameter.data[:old].mean(0, dtype=torch.float32)
+
+
+def untie(config: PretrainedConfig) -> None:
+    """Let a config say that embedding and head are two weights; some models read it in the config of their text."""
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+
+
+def _settle_ties(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    """Untie embedding and head in the config if the files have two that differ; else a resize would tie them.
+
+    Meta tensors are tied here if they are equal in the files, as from_pretrained ties tensors with values.
+    """
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = {getattr(layer, "weight", None) for layer in layers} - {None}
+    if len(weights) < 2 or not getattr(model.config, "tie_word_embeddings", False):
+        return
+    ends = [name.split(".")[-2:] for name, weight in model.named_parameters() if weight in weights]
+    there = [tensor for name, tensor in stored.items() if name.split(".")[-2:] in ends]
+    if len(there) == 2 and _are_equal(there[0], there[1], model.dtype):
+        model.tie_weights()
+    else:
+        untie(model.config)
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype) -> bool:
+    """Return True if two stored tensors are equal after a cast to `dtype`; read some rows at a time."""
+    num_rows = one.shape[0]
+    rows = [slice(begin, min(begin + _ROWS, num_rows)) for begin in range(0, num_rows, _ROWS)]
+    first, second = (tensor.file.get_slice(tensor.name) for tensor in (one, other))
+    return one.shape == other.shape and all(torch.equal(first[some].to(dtype), second[some].to(dtype)) for some in rows)
 
 
 def check_source(model: str, allow_pickle: bool) -> None:

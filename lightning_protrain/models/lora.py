@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -129,6 +129,13 @@ def with_lora(model: PreTrainedModel, settings: Mapping[str, Any]) -> PeftModel:
         names = ", ".join(sorted(linear))
         raise ValueError(
             f"`lora` does not fit the model: {str(error).rstrip('.')}. Its linear layers are: {names}."
+        ) from error
+    except (AttributeError, RuntimeError) as error:
+        if not str(config.init_lora_weights).startswith(_OF_LAYERS):
+            raise
+        raise ValueError(
+            f"lora.init_lora_weights={config.init_lora_weights!r} is not possible for quantised layers or experts in "
+            f"one tensor: {error}. Leave it out, or choose other `target_modules`."
         ) from error
     for name, module in adapted.get_base_model().named_modules():
         if name in routers and hasattr(module, "base_layer"):
@@ -266,6 +273,18 @@ def _keep_initial(model: PeftModel) -> None:
 
 def _is_router(layer: nn.Linear) -> bool:
     return type(layer).__module__.startswith("transformers.models.")
+
+
+def castable_weights(model: nn.Module, dtype: str) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield module, attribute and value of the weights that are written in another dtype.
+
+    Buffers are not, nor what transformers reads in float32 always: rounded, such a bias chooses other experts.
+    """
+    kept = () if dtype == "float32" else getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    for path, layer in model.named_modules():
+        for name, weight in list(layer._parameters.items()):
+            if weight is not None and weight.is_floating_point() and not any(part in f"{path}.{name}" for part in kept):
+                yield layer, name, weight
 
 
 @waiting("Writing the model")

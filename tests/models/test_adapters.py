@@ -111,6 +111,19 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
         with_lora(tiny_model("llama"), settings)
 
 
+@pytest.mark.parametrize(
+    ("kind", "init", "quantised"),
+    [("mixtral", "olora", False), ("mixtral", "pissa_niter_2", False), ("llama", "orthogonal", True)],
+)
+def test_an_initialisation_that_peft_cannot_compute(kind: str, init: str, quantised: bool) -> None:
+    model = tiny_model(kind)
+    for layer in model.modules() if quantised else ():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=f"lora.init_lora_weights='{init}' is not possible for quantised layers or"):
+        with_lora(model, {"r": 4, "init_lora_weights": init})
+
+
 def test_defaults_of_refused_settings_are_accepted() -> None:
     config = lora_config({"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": False, "eva_config": None})
     assert config.peft_type == "LORA"

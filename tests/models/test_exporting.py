@@ -14,17 +14,20 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from lightning_protrain.callbacks.checkpoint.callback import ProTrainCheckpoint
+from lightning_protrain.callbacks.save_pretrained import SavePretrained
 from lightning_protrain.checkpoint.serialize import TENSORS, WEIGHTS
 from lightning_protrain.commands.file_commands import file_command
 from lightning_protrain.models import export
 from lightning_protrain.models.module import CausalLMModule, RestorableModule, load_module
 from lightning_protrain.strategy.protrain import ProTrainStrategy
 from tests.data import llava
+from tests.support.adapter_runs import changed
 from tests.support.exported_models import LORA, make, pretrained
 from tests.support.module_runs import LLAMA, VOCAB, Sequences
 from tests.support.tiny_networks import SIZES, tiny_config
@@ -42,7 +45,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(module: CausalLMModule, folder: Path, stock: bool = False, strategy: Any = "auto", data: Any = None) -> Path:
+EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 3},  # The first two have no experts.
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+}
+GEMMA: dict[str, Any] = {
+    **LLAMA,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
+
+def train(
+    module: CausalLMModule, folder: Path, stock: bool = False, strategy: Any = "auto", data: Any = None, *callbacks: Any
+) -> Path:
     """Two steps, and the checkpoint of the last one."""
     saver = ProTrainCheckpoint(folder / "checkpoints", every_n_train_steps=2)
     trainer = Trainer(
@@ -50,7 +70,7 @@ def train(module: CausalLMModule, folder: Path, stock: bool = False, strategy: A
         devices=1,
         max_steps=2,
         strategy=strategy,
-        callbacks=[] if stock else [saver],
+        callbacks=[*callbacks] if stock else [saver, *callbacks],
         enable_checkpointing=not stock,
         **SILENT,
     )
@@ -120,6 +140,69 @@ def test_another_tokenizer_and_another_dtype(tmp_path: Path) -> None:
     assert_weights(found, module.model.to(torch.bfloat16))
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("command", ["export", "merge"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe"])  # The bias is a buffer, a parameter.
+@pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
+def test_a_bias_that_chooses_experts_is_never_rounded(kind: str, command: str, tmp_path: Path) -> None:
+    base, name = (
+        pretrained(tmp_path / "base", tiny_config(kind, vocab_size=VOCAB, **EXPERTS[kind])),
+        "e_score_correction_bias",
+    )
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    biases = {key: 8 + torch.rand_like(value) for key, value in weights.items() if key.endswith(name)}
+    save_file({**weights, **biases}, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    module = make(model=base, lora=LORA if command == "merge" else None)
+    called = SavePretrained(str(tmp_path / "called"), dtype="bfloat16")
+    checkpoint = train(module, tmp_path, False, "auto", None, called)
+    file_command([command, str(checkpoint), str(tmp_path / "out"), "--dtype=bfloat16"])
+    for folder in ("out", "called")[: 1 if command == "merge" else 2]:
+        written = load_file(tmp_path / folder / "model.safetensors")
+        assert biases
+        assert all(torch.equal(written[key], value) for key, value in biases.items())
+        assert written["model.embed_tokens.weight"].dtype is torch.bfloat16
+
+
+class TopLayer(CausalLMModule):
+    """Trains one layer."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            model: Any = self.model
+            model.requires_grad_(False).model.layers[-1].requires_grad_(True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_weights_with_equal_bytes_are_exported(tied: bool, tmp_path: Path) -> None:
+    base = pretrained(tmp_path / "base", CONFIGS["tied" if tied else "llama"])
+    module = TopLayer(model=base)
+    best = trained(module, tmp_path / "run", frozen="reference", datamodule=Sequences())
+    file_command(["export", best, str(tmp_path / "out")])
+    assert_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), module.model)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model_type": "gemma3n_text", "activation_sparsity_pattern": [0.0] * 4},
+        {"model_type": "gemma4_text", "global_head_dim": 8},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*may compute its logits outside its head")
+def test_all_sizes_that_follow_the_vocabulary_are_exported(more: dict[str, Any], lora: Any, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**GEMMA, **more})).save_pretrained(tmp_path / "base")
+    module = changed(str(tmp_path / "base"), vocab_size=VOCAB + 8, lora=lora)
+    checkpoint = tmp_path / "a.ckpt"
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)}, checkpoint)
+    file_command(["export" if lora is None else "merge", str(checkpoint), str(tmp_path / "out")])
+    found: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model: Any = module.model
+    assert_weights(found, model if lora is None else model.merge_and_unload())
+    assert found.config.vocab_size_per_layer_input == VOCAB + 8
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from lightning_protrain.commands.file_commands import file_command
 from tests.support.exported_models import LORA, make, pretrained
 from tests.support.module_runs import LLAMA, VOCAB, Sequences
 from tests.support.ranks import run_ranks, trainer_on_rank, values
-from tests.support.tiny_networks import tiny_config
+from tests.support.tiny_networks import SIZES, tiny_config
 from tests.support.trainers import SILENT
 
 TIED = tiny_config("llama", vocab_size=VOCAB, tie_word_embeddings=True)
@@ -75,14 +75,16 @@ def test_masters_of_a_whole_model(tmp_path: Path) -> None:
         assert _equal(found, masters) == (dtype == "float32")
 
 
-def test_masters_of_adapters(tmp_path: Path) -> None:
-    base = pretrained(tmp_path / "base")
-    module = make(model=base, lora=LORA)
+@pytest.mark.parametrize("quantization", [None, {"load_in_8bit": True}])
+def test_masters_of_adapters(quantization: Any, tmp_path: Path) -> None:
+    base = pretrained(tmp_path / "base", tiny_config("llama", vocab_size=VOCAB, **SIZES))
+    lora = {**LORA, "modules_to_save": ["lm_head", "norm"]}
+    module = make(model=base, lora=lora, dtype="bfloat16", quantization=quantization)
     masters = _train(module, tmp_path, SavePretrained(str(tmp_path / "called"), dtype="float32"))
     checkpoint = str(next((tmp_path / "checkpoints").glob("*.ckpt")))
     merged, adapter = tmp_path / "merged", tmp_path / "adapter"
     assert file_command(["merge", checkpoint, str(merged), "--dtype=float32", f"--adapter={adapter}"]) == 0
-    wanted = {name.replace(".default", ""): value for name, value in masters.items()}
+    wanted = {name.replace(".modules_to_save", "").replace(".default", ""): value for name, value in masters.items()}
     for folder in (adapter, tmp_path / "called"):
         assert _equal(load_file(folder / "adapter_model.safetensors"), wanted)
     ids = torch.arange(12)[None]
