@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from lightning_protrain.commands.file_commands import file_command
-from lightning_protrain.models.loading import load_model, outline_model
+from lightning_protrain.models.loading import StoredModel
 from lightning_protrain.models.lora import save_model
 from lightning_protrain.models.module import CausalLMModule
 from tests.support.adapter_runs import IDS, changed, pretrained_logits, written_logits
@@ -88,9 +88,9 @@ def test_adapters_are_merged_into_a_model_with_its_own_head(lora: dict[str, Any]
 @pytest.mark.parametrize("equal", [True, False])
 def test_every_rank_ties_what_is_equal_in_the_files(equal: bool, vocab_size: int | None, tmp_path: Path) -> None:
     base = called_tied(tmp_path / "base", equal)
-    loaded: Any = load_model(base, AutoConfig.from_pretrained(base), "bfloat16", vocab_size=vocab_size)
+    loaded: Any = StoredModel(base, AutoConfig.from_pretrained(base), "bfloat16", vocab_size=vocab_size).load()
     with torch.device("meta"):
-        outline: Any = outline_model(base, AutoConfig.from_pretrained(base), "bfloat16", vocab_size=vocab_size)
+        outline: Any = StoredModel(base, AutoConfig.from_pretrained(base), "bfloat16", vocab_size=vocab_size).outline()
     names, others = ([name for name, _ in model.named_parameters()] for model in (loaded, outline))
     assert names == others
     assert ("lm_head.weight" in names) is not equal
