@@ -86,6 +86,8 @@ class Block:
     params: tuple[OffloadedParam, ...] = field(init=False)
     _pairs: tuple[tuple[OffloadedParam, nn.Parameter, nn.Parameter], ...] = field(init=False, repr=False)
     _shown: list[nn.Parameter] = field(init=False, default_factory=list)
+    _streamed: list[bool] = field(init=False, default_factory=list)
+    _without_shadow: list[bool] = field(init=False, repr=False)
     _uses: tuple[ParamUses, ...] = field(init=False, repr=False)
     _has_fast_path: bool = field(init=False, default=False)
 
@@ -93,6 +95,7 @@ class Block:
         """Derive the lookups of the hot path; a tied parameter has several sites."""
         self.params = tuple(dict.fromkeys(param for _, param in self.sites))
         self._uses = tuple(param.shadow.uses for param in self.params if param.shadow is not None)
+        self._without_shadow = [param.shadow is None for _, param in self.sites]
         self._has_fast_path = any(isinstance(module, _FAST_PATHS) for module in self.module.modules())
         self._pairs = tuple((param, param.host, param.device_param) for param in self.params)
 
@@ -111,15 +114,24 @@ class Block:
         for param in behind:
             param.follow()
 
-    def register_device_params(self) -> None:
+    def register_device_params(self, again: bool = False) -> None:
         """Register the parameters to compute with in place of the host parameters.
+
+        Args:
+            again: True registers what the latest call has: a recomputation in backward begins outside of autocast.
 
         Raises:
             RuntimeError: See `OffloadedParam.show`; nothing is registered in that case.
         """
         # PyTorch's fast evaluation paths reject parameter subclasses, and do not run under autocast on CUDA.
         whole = self._has_fast_path and not torch.is_autocast_enabled()
-        self._shown = [param.device_param if param.shadow is None else param.show(whole) for _, param in self.sites]
+        streamed = self._streamed if again else self._without_shadow
+        params = [param for _, param in self.sites]
+        self._shown = [
+            param.device_param if known else param.show(whole) for param, known in zip(params, streamed, strict=True)
+        ]
+        if self.recomputes_itself is not False:
+            self._streamed = [shown is param.device_param for param, shown in zip(params, self._shown, strict=True)]
         for (site, param), shown in zip(self.sites, self._shown, strict=True):
             site.exchange(param.host, shown)
         for uses in self._uses:

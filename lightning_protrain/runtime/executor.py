@@ -191,7 +191,7 @@ class Executor:
         if block.depth or not block.recomputes_itself:
             return
         block.forget_uses()  # The recomputation repeats the uses of the forward.
-        block.register_device_params()
+        block.register_device_params(again=True)
         self._registered = block
 
     def _register_hosts(self) -> None:

@@ -282,7 +282,9 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
 
 
 class _EarlierState:
-    """A context in which buffers, settings and random states are those of its construction.
+    """A context in which buffers, modes (`training`), settings and random states are those of its construction.
+
+    So are tensors that stand in for weights.
 
     Changes inside the context are dropped on exit. The module uses copies of its buffers meanwhile. If the old values
     were written into the buffers themselves, autograd would report an in-place change of tensors that it has saved.
@@ -292,14 +294,23 @@ class _EarlierState:
     """
 
     def __init__(self, module: nn.Module, given: Iterable[Any]) -> None:
-        self._places = [
+        owners = [*modules_in(module)]
+        self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (owner._buffers, name, buffer)
-            for owner in modules_in(module)
+            for owner in owners
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
         self._earlier = {id(buffer): buffer.clone() for _, _, buffer in self._places}
+        # What `torch.func.functional_call` puts in the place of weights.
+        self._places += [
+            (owner._parameters, name, weight)
+            for owner in owners
+            for name, weight in vars(owner)["_parameters"].items()
+            if type(weight) is torch.Tensor
+        ]
         self._now: list[torch.Tensor | None] = []
+        self._modes = self._modes_now = [(owner, owner.training) for owner in owners]
         self._tensors = one_of_each_device(given)
         self._random = self._random_now = self._random_states()
         self._settings = self._settings_now = _settings()
@@ -309,20 +320,29 @@ class _EarlierState:
         _set_random_states(self._random)
         self._settings_now = _settings()
         _set_settings(self._settings)
-        self._now = [buffers[name] for buffers, name, _ in self._places]
+        self._modes_now = [(owner, owner.training) for owner, _ in self._modes]
+        _set_modes(self._modes)
+        self._now = [table[name] for table, name, _ in self._places]
         copies = {key: buffer.clone() for key, buffer in self._earlier.items()}
-        for buffers, name, buffer in self._places:
-            buffers[name] = copies[id(buffer)]
+        for table, name, value in self._places:
+            table[name] = copies.get(id(value), value)
 
     def __exit__(self, *exception: object) -> None:
-        for (buffers, name, _), buffer in zip(self._places, self._now, strict=True):
-            buffers[name] = buffer
+        for (table, name, _), value in zip(self._places, self._now, strict=True):
+            table[name] = value
+        _set_modes(self._modes_now)
         _set_random_states(self._random_now)
         _set_settings(self._settings_now)
 
     def _random_states(self) -> tuple[Any, ...]:
         of_host = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 (users draw from it)
         return (*of_host, get_device_states(*self._tensors) if self._tensors else ([], []))
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        if module.training is not training:
+            module.training = training
 
 
 def _settings() -> list[Any]:

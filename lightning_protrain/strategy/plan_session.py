@@ -285,7 +285,8 @@ class PlanSession:
         def measure(profile: ModelProfile) -> HardwareProfile:
             if self._hardware is not None:
                 return self._hardware
-            costs = (cost for segment in profile.segments for cost in segment.forward.operations)
+            works = (work for segment in profile.segments for work in (segment.forward, segment.backward))
+            costs = (cost for work in works for cost in work.operations)
             return measured(frozenset(cost.dtype for cost in costs if cost.flops) or frozenset({"float32"}))
 
         node = LocalNode(free, device.torch_device.type != "cpu", measure)

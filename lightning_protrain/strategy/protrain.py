@@ -426,7 +426,7 @@ class ProTrainStrategy(ParallelStrategy):
         request, plan = self.session.agree(described, mesh, shardings, reduce_dtype)
         self._budget = request.budget()
         if fitting:
-            _refuse_pruning(trainer, plan, self.root_device)
+            _refuse_unstreamed(trainer, plan, self.root_device)
         self._dp.equalise(model, plan, self.root_device)
         place = partial(self._place, model, layout, optimizers or ())
         request, plan = self.session.apply(trainer, request, plan, place)
@@ -583,8 +583,10 @@ class ProTrainStrategy(ParallelStrategy):
                 loss = super().backward(closure_loss, optimizer, *args, **kwargs)
             except CheckpointError as error:
                 error.add_note(
-                    "If the module calls torch.utils.checkpoint around streamed blocks, remove the call: the plan "
-                    "decides which blocks are checkpointed."
+                    "A block that the plan recomputes in backward did not repeat its forward. If the module calls "
+                    "torch.utils.checkpoint around streamed blocks, remove the call; if the step has changed "
+                    "`requires_grad` of the block's weights between forward and backward, do so before the forward or "
+                    'after backward. Or give plan="resident".'
                 )
                 raise
         self._dp.average_resident(self._device)
@@ -733,8 +735,13 @@ class ProTrainStrategy(ParallelStrategy):
                 strategy_registry.register(name, cls, description="Chunks streamed from host memory", **arguments)
 
 
-def _refuse_pruning(trainer: Trainer, plan: Plan, device: torch.device) -> None:
-    """Raise ValueError if weights that are streamed to a GPU would be pruned, which needs them there at any time."""
+def _refuse_unstreamed(trainer: Trainer, plan: Plan, device: torch.device) -> None:
+    """Raise ValueError if streamed weights would be traced, or pruned on a GPU, which needs them there at any time."""
+    if plan.does_anything and any(getattr(logger, "_log_graph", False) for logger in trainer.loggers):
+        raise ValueError(
+            "`log_graph=True` of a logger traces the model, whose blocks are streamed or recomputed. Leave it out, or "
+            'give plan="resident".'
+        )
     pruning = any(isinstance(callback, ModelPruning) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     if pruning and device.type != "cpu" and not all(chunk.resident for chunk in plan.chunks):
         raise ValueError(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
@@ -28,7 +29,7 @@ from lightning_protrain.runtime.recompute import (
     refuse_own_checkpointing,
     stop_caching,
 )
-from tests.runtime.applied import PLANS, WIDTH, Block, Net, applied, assert_parity, batches, mean_square
+from tests.runtime.applied import PLANS, WIDTH, Block, Net, StepFunction, applied, assert_parity, batches, mean_square
 from tests.support.plans import kept
 
 
@@ -196,6 +197,33 @@ class Spectral(Block):
 @pytest.mark.parametrize("block", [Dropping, Counting, Spectral])
 def test_parity(block: type[nn.Module], plan: str) -> None:
     assert_parity(lambda: Net([block() for _ in range(3)]), PLANS[plan])
+
+
+class Halving(Block):
+    """Is another function in evaluation, with tensors of the same shapes."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden * (1.0 if self.training else 0.5))
+
+
+def in_evaluation(module: nn.Module, batch: Tensor, index: int) -> Tensor:
+    module.eval()
+    loss = module(batch).pow(2).mean()
+    module.train()
+    return loss
+
+
+def with_other_weights(module: nn.Module, batch: Tensor, index: int) -> Tensor:
+    for block in module.blocks:
+        weights = {name: weight * 1.5 for name, weight in block.named_parameters()}
+        batch = functional_call(block, weights, (batch,))
+    return batch.pow(2).mean()
+
+
+@pytest.mark.parametrize("plan", ["checkpointed", "offload"])
+@pytest.mark.parametrize("step", [in_evaluation, with_other_weights])
+def test_a_recomputation_is_that_of_the_forward(step: StepFunction, plan: str) -> None:
+    assert_parity(lambda: Net([Halving() for _ in range(3)]), PLANS[plan], step)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -189,7 +190,7 @@ def test_a_step_that_checkpoints_streamed_blocks_itself_is_told_to_stop() -> Non
     module = Checkpointing(LanguageModel([Mlp() for _ in range(3)]))
     with pytest.raises(CheckpointError) as failure:
         fit(module, strategy=ProTrainStrategy(plan="offload", monitor=False))
-    assert ["remove the call: the plan" in each for each in failure.value.__notes__].count(True) == 1
+    assert ["around streamed blocks, remove the call; if" in each for each in failure.value.__notes__].count(True) == 1
 
 
 @pytest.mark.parametrize("knob", [knob for knob in KNOBS if knob != "num_swap_blocks"])
@@ -281,3 +282,15 @@ def test_weights_without_values(plan: str, made_blocks: list[int]) -> None:
         module = ParityModule(LanguageModel([Mlp(), Mlp()]))
     message = r"'network\.embedding\.weight' is on the meta device.* in `configure_model`"
     _refused(module, message, made_blocks, plan=plan)
+
+
+class Tracing(DummyLogger):
+    _log_graph = True
+
+
+def test_a_graph_of_streamed_weights_is_refused_before_training() -> None:
+    module = ParityModule(LanguageModel([Mlp(), Mlp()]))
+    with pytest.raises(ValueError, match=r"`log_graph=True` of a logger traces the model.*plan=\"resident\""):
+        fit(module, strategy=ProTrainStrategy(plan="offload"), logger=Tracing())
+    assert module.losses == []
+    fit(module, strategy=ProTrainStrategy(plan="resident"), logger=Tracing())

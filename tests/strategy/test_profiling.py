@@ -24,7 +24,7 @@ from lightning_protrain.planner import request
 from lightning_protrain.planner.plan import BlockPolicy
 from lightning_protrain.profiler.blocks import describe_model
 from lightning_protrain.profiler.gpu_specs import gpu
-from lightning_protrain.profiler.records import ModelProfile
+from lightning_protrain.profiler.records import HardwareProfile, ModelProfile
 from lightning_protrain.strategy import describe, plan_session
 from lightning_protrain.strategy.profile_step import profile_training_step, streamable
 from lightning_protrain.strategy.protrain import ProTrainStrategy
@@ -128,6 +128,19 @@ def test_a_plan_is_not_profiled_again(profiled: list[Any]) -> None:
     module = zoo()["reused"]()
     train(module, ProTrainStrategy(plan=kept(module)), max_steps=1)
     assert profiled == []
+
+
+def test_a_dtype_that_only_backward_multiplies_in_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inverting(ParityModule):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            square = self.network.head.weight[:16, :16].double() + torch.eye(16).double()
+            return super().training_step(batch, batch_idx) + torch.linalg.inv(square).sum().float()
+
+    def measured(device: Any, dtypes: list[torch.dtype], folder: Any) -> HardwareProfile:
+        return replace(CPU, flops={str(dtype).removeprefix("torch."): 1e11 for dtype in dtypes})
+
+    monkeypatch.setattr(plan_session, "cached_profile", measured)
+    train(Inverting(LanguageModel([Mlp(), Mlp()])), ProTrainStrategy(device_memory="1GiB"))
 
 
 def test_evaluation_swaps_nothing(profiled: list[Any]) -> None:

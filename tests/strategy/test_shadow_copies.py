@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_protrain import ProTrainStrategy
@@ -259,6 +260,38 @@ class Manual(MultiOptimizerModule):
 
 def test_manual_optimization() -> None:
     assert differences(run(Manual(network()))[0], run(Manual(network()), "auto")[0]) == []
+
+
+# --- recomputations of the model's own --------------------------------------------------------------------------------
+
+
+class CheckpointsItself(Mlp):
+    """A block that recomputes a part of its forward."""
+
+    use_reentrant = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        def inner(given: Tensor) -> Tensor:
+            return self.down(torch.tanh(self.up(self.norm(given))))
+
+        return hidden + checkpoint(inner, hidden, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("num_checkpoint_blocks", [0, 4])
+def test_a_block_that_recomputes_a_part_of_itself_trains(
+    num_checkpoint_blocks: int, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointsItself, "use_reentrant", use_reentrant)
+    knobs = {"num_persistent_chunks": 0, "num_chunk_buffers": 3, "num_swap_blocks": 0}
+    results = []
+    knobs |= {"num_checkpoint_blocks": num_checkpoint_blocks, "num_keep_offloaded_blocks": 4 - num_checkpoint_blocks}
+    for strategy in ("auto", ProTrainStrategy(**knobs)):
+        torch.manual_seed(0)
+        module = ParityModule(LanguageModel([CheckpointsItself() for _ in range(4)]))
+        fit(module, precision="bf16-mixed", strategy=strategy, limit_train_batches=4)
+        results.append(Result((*module.losses,), snapshot(module)))
+    assert differences(*results) == []
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------
