@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_protrain.data.batches.encode import (
@@ -23,12 +25,19 @@ from lightning_protrain.data.batches.encode import (
     encode_rows,
     truncate,
 )
-from lightning_protrain.data.chat.check_turns import LEAKING, NOT_PROVEN, RESULTS, UntrainableError
+from lightning_protrain.data.chat.check_turns import (
+    LEAKED,
+    LEAKING,
+    NOT_PROVEN,
+    RESULTS,
+    UntrainableError,
+    check_trained,
+)
 from lightning_protrain.data.chat.pipeline import ChatEncoders
 from lightning_protrain.data.conversation import Conversation, Media
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
-from tests.data.templates import MISTRAL
+from tests.data.templates import CHATML, MISTRAL
 from tests.data.tokenizers import byte_level, tekken
 from tests.support.encoded_rows import encoded
 
@@ -337,6 +346,28 @@ def test_a_message_without_a_start_marker_is_noticed() -> None:
     (result,) = encoder.encode([row])
     assert isinstance(result, UntrainableError)
     assert result.reason == NOT_PROVEN
+
+
+@pytest.mark.parametrize(("form", "said"), [("NFC", "Cafe\u0301 \u2126"), ("NFKC", "\u306f\u3044\uff01 \u2460")])
+def test_messages_are_compared_with_text_as_the_tokenizer_normalizes_it(form: Any, said: str) -> None:
+    tokenizer = byte_level(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
+    tokenizer.backend_tokenizer.normalizer = getattr(normalizers, form)()
+    call = {"type": "function", "function": {"name": "f", "arguments": {said: said}}}
+    messages: Any = [
+        {"role": "user", "content": said},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": f"{said} <|im_end|>"},
+        {"role": "assistant", "content": f"<think>{said}</think>{said}"},
+        {"role": "user", "content": "?"},
+    ]
+    encoder = ChatEncoders(tokenizer, None).encoder(settings_of())
+    encoded = one(encoder, {"messages": messages})
+    written = f"<tool_call>f {call['function']['arguments']}</tool_call>{END}{messages[3]['content']}{END}"
+    assert kept(encoder, encoded) == unicodedata.normalize(form, written)
+    assert encoded.num_unwritten == 0
+    row = encoder.renderer.as_decoded({"messages": messages})
+    with pytest.raises(UntrainableError, match=LEAKED):
+        check_trained(row, ("assistant",), unicodedata.normalize(form, f"{said} <|im_end|>"), quiet=False)
 
 
 # --- formats whose turns are not told by their number -----------------------------------------------------------------

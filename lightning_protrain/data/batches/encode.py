@@ -317,6 +317,7 @@ class ChatEncoder:
         options, quiet = self.options, not self.options.train_thinking
         tokens = slice(int(turns.rows.borders[row]), int(turns.rows.borders[row + 1]))
         ids, mine = turns.ids[tokens], turns.of_row(row)
+        written, conversation = conversation, self.renderer.as_decoded(conversation)
         messages, _ = self._messages(conversation)
         if not options.train_on_inputs:
             place = np.flatnonzero(turns.begun[mine]) + mine.start
@@ -344,10 +345,9 @@ class ChatEncoder:
             check_trained(conversation, options.roles, trained, quiet, whole)
             closed = self._check_ends(conversation, turns, masked, place, read)
             check_leaks(conversation, options.roles, trained, self.leaking, closed)
-        text = rendered.text
         if rendered.sanitized:
-            (text,) = self._read([ids])
-        return num_unwritten(messages, text)
+            return num_unwritten(messages, *self._read([ids]))
+        return num_unwritten(self._messages(written)[0], rendered.text)
 
     def _check_ends(
         self,
