@@ -25,6 +25,7 @@ from lightning_protrain.data.chat.check_turns import (
     is_exact,
     is_usual,
     turn_weights,
+    turns_of_messages,
 )
 
 CALL = {"type": "function", "function": {"name": "lookup", "arguments": {}}}
@@ -212,6 +213,35 @@ def test_a_turn_without_an_end_ends_with_what_is_said(
 def test_weights_of_turns(flags: list[dict[str, Any]], turns: int, weights: list[float] | None) -> None:
     messages = _row("u", *({"role": "a", **flag} for flag in flags))["messages"][1:]
     assert turn_weights(messages, turns) == weights
+
+
+_R = {"role": "a", "reasoning_content": "hm"}
+_C = {"role": "a", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "sizes"),
+    [
+        (("u", "a", "u", _R), ["A0", "hm", "A1"], (1, 2)),
+        (("u", _R, "u", "a"), ["<|say|>hm", "A0<|eot|>", "A1"], (2, 1)),
+        (("u", "a", _R), ["A0", "hm<|eom|>", "A1"], (1, 2)),
+        (("u", {**_C, **_R, "content": ""}, "t", _R), ["lookup()", "hm", "A1"], (1, 2)),
+        (("u", {**_C, **_R, "content": ""}, "t", _R), ["hm", "lookup()", "hm", "A1"], (2, 2)),
+        (("u", {**_C, "tool_calls": [CALL, CALL]}, "t", "a"), ["lookup()", "lookup()", "A1"], (2, 1)),
+        (("u", "a", "u", _R), ["A0", "hm and so on", "A1"], None),
+        (("u", "a", "u", _R), ["A0", "other", "A1"], None),
+        (("u", "a", "u", _R), ["hm", "A0", "A1"], None),
+        (("u", _R, _R), ["A0", "hm", "hm", "A1"], None),
+        (("u", _R, {**_R, "content": "hm"}), ["hm", "A0", "hm"], (2, 1)),
+        (("u", {**_R, "content": "hm"}, {**_R, "content": "hm"}), ["hm", "hm", "hm"], None),
+    ],
+)
+def test_turns_belong_to_the_messages_whose_text_they_are(row: Any, turns: list[str], sizes: Any) -> None:
+    messages = [message for message in _row(*row)["messages"] if message["role"] == "assistant"]
+    assert turns_of_messages(messages, turns) == sizes
+    if sizes is not None:
+        messages[-1]["weight"] = 0.5
+        assert turn_weights(messages, len(turns), sizes) == [1.0] * sizes[0] + [0.5] * sizes[1]
 
 
 def test_weights_that_differ_need_turns_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ from lightning_protrain.data.chat.pipeline import ChatEncoders
 from lightning_protrain.data.conversation import Conversation, Media
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
-from tests.data.templates import CHATML, MISTRAL
+from tests.data.templates import CHATML, FORMATS, MISTRAL
 from tests.data.tokenizers import byte_level, tekken
 from tests.support.encoded_rows import encoded
 
@@ -206,6 +207,54 @@ def test_options_of_masking(chats: ChatEncoders, knobs: dict[str, Any], text: st
 def test_all_but_the_first_token_is_trained_on_inputs(chats: ChatEncoders) -> None:
     encoded = one(chats.encoder(settings_of(train_on_inputs=True)), conversation("A?", "One."))
     assert encoded.trained.tolist() == [False] + [True] * (len(encoded) - 1)
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("name", ["gpt-oss", "solar"])
+@pytest.mark.parametrize(
+    ("flags", "knobs", "text"),
+    [
+        (({}, {}), {}, "One.<E>Because.<E>Two.<E>"),
+        (({"train": False}, {}), {}, "Because.<E>Two.<E>"),
+        (({}, {"train": False}), {}, "One.<E>"),
+        (({"weight": 2.0}, {"weight": 0.5}), {}, "One.<E>Because.<E>Two.<E>"),
+        (({}, {}), {"train_on": "last_turn"}, "Because.<E>Two.<E>"),
+        (({}, {"train": False}), {"train_on": "last_turn"}, "One.<E>"),
+        (({}, {}), {"train_on": "last_turn", "train_on_eos": "last"}, "Because.Two.<E>"),
+        (({}, {}), {"train_on": "last_turn", "train_thinking": False}, "Two.<E>"),
+    ],
+)
+@pytest.mark.parametrize("between", ["user", "tool", ""])
+def test_reasoning_in_a_turn_of_its_own_is_part_of_its_message(
+    name: str, flags: tuple[Any, Any], knobs: dict[str, Any], text: str, between: str
+) -> None:
+    form = FORMATS[name]
+    chats = ChatEncoders(byte_level(form.template, form.controls, form.eos), None)
+    row: Any = _chat([("user", "?"), ("assistant", "One."), (between, "Why?"), ("assistant", "Two.")])
+    row["messages"][1] |= flags[0]
+    row["messages"][3] |= {"reasoning_content": "Because.", **flags[1]}
+    if not between:
+        del row["messages"][2]
+    encoder = chats.encoder(settings_of(**knobs))
+    encoded = one(encoder, row)
+    said = re.sub(r"<.channel.>\w+<.message.>|<.content.>|<.think.>", "", kept(encoder, encoded))
+    assert re.sub("<.(end|return).>", "<E>", said) == text
+    if flags[0].get("weight"):
+        assert encoded.weights is not None
+        assert set(encoded.weights[encoded.trained].tolist()) == {2.0, 0.5}
+
+
+@pytest.mark.parametrize("policy", ["drop", "warn"])
+def test_the_last_message_is_not_guessed(policy: Any) -> None:
+    form = FORMATS["gpt-oss"]
+    chats = ChatEncoders(byte_level(form.template, form.controls, form.eos), None)
+    row: Any = _chat([("user", "?"), ("assistant", "So."), ("assistant", "So.")])
+    for message in row["messages"][1:]:
+        message["reasoning_content"] = "So."
+    (result,) = chats.encoder(settings_of(train_on="last_turn", on_untrainable=policy)).encode([row])
+    doubt = result.doubt if isinstance(result, Encoded) else str(result)
+    assert isinstance(result, Encoded) == (policy == "warn")
+    assert doubt == f"{NOT_PROVEN}: it is not certain which turns are the last message"
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

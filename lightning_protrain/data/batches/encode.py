@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_protrain.config import plural
 from lightning_protrain.data.chat.check_turns import (
     MARKERS,
+    NOT_PROVEN,
     UntrainableError,
     WeightsError,
     check_end,
@@ -30,6 +31,7 @@ from lightning_protrain.data.chat.check_turns import (
     is_usual,
     num_unwritten,
     turn_weights,
+    turns_of_messages,
     unproven_feature,
 )
 from lightning_protrain.data.chat.marker_search import lay_out
@@ -260,7 +262,10 @@ class ChatEncoder:
                 for conversation, text, turns in zip(conversations, rendered, num_turns.tolist(), strict=True)
             ]
         )
-        weights = None if usual.all() else self._weights(conversations, usual, num_turns)
+        sizes = {} if usual.all() else self._sizes(conversations, usual, turns_of_rows)
+        weights = None if usual.all() else self._weights(conversations, usual, num_turns, sizes)
+        if options.train_on == "last_turn":
+            turns_of_rows = turns_of_rows.joined(sizes)
         masked = mask_turns(turns_of_rows, self.markers, options, weights)
         if self.leaves_open:
             masked.stopless[turns_of_rows.last_turns()] = False
@@ -293,14 +298,35 @@ class ChatEncoder:
             )
         return results
 
+    def _sizes(
+        self, conversations: Sequence[Conversation], usual: NDArray[np.bool_], turns: TokenTurns
+    ) -> dict[int, Sequence[int]]:
+        """Return the number of turns of each message, for rows with several turns in a message that need it."""
+        sizes: dict[int, Sequence[int]] = {}
+        for row in np.flatnonzero(~usual).tolist():
+            messages, _ = self._messages(conversations[row])
+            place = turns.begun_in(row)
+            is_weighted = any({"train", "weight"} & message.keys() for message in messages)
+            if len(place) > len(messages) and (is_weighted or self.options.train_on == "last_turn"):
+                texts = self._read([turns.ids[turns.spans.content[at] : turns.spans.end[at]] for at in place.tolist()])
+                messages, _ = self._messages(self.renderer.as_decoded(conversations[row]))
+                known = turns_of_messages(messages, texts)
+                if known is not None:
+                    sizes[row] = known
+        return sizes
+
     def _weights(
-        self, conversations: Sequence[Conversation], usual: NDArray[np.bool_], num_turns: NDArray[np.int64]
+        self,
+        conversations: Sequence[Conversation],
+        usual: NDArray[np.bool_],
+        num_turns: NDArray[np.int64],
+        sizes: Mapping[int, Sequence[int]],
     ) -> list[list[float] | None] | None:
         """Return the weights of each row's turns, None for a row without weights; None if no row has weights."""
         weights: list[list[float] | None] = [None] * len(conversations)
         for row in np.flatnonzero(~usual).tolist():
-            messages = [message for message in conversations[row]["messages"] if message["role"] in self.options.roles]
-            weights[row] = turn_weights(messages, int(num_turns[row]))
+            messages, _ = self._messages(conversations[row])
+            weights[row] = turn_weights(messages, int(num_turns[row]), sizes.get(row))
         return None if all(row_weights is None for row_weights in weights) else weights
 
     def _check(
@@ -316,11 +342,11 @@ class ChatEncoder:
         """
         options, quiet = self.options, not self.options.train_thinking
         tokens = slice(int(turns.rows.borders[row]), int(turns.rows.borders[row + 1]))
-        ids, mine = turns.ids[tokens], turns.of_row(row)
+        ids = turns.ids[tokens]
         written, conversation = conversation, self.renderer.as_decoded(conversation)
         messages, _ = self._messages(conversation)
         if not options.train_on_inputs:
-            place = np.flatnonzero(turns.begun[mine]) + mine.start
+            place = turns.begun_in(row)
             # The last token of a start marker may hold the first characters of the content.
             begins = turns.spans.content[place]
             tails = np.array([int(token) not in self.renderer.added_ids for token in turns.ids[begins - 1]], dtype=bool)
@@ -336,6 +362,8 @@ class ChatEncoder:
             if feature is not None and not is_exact(messages, read(), self._ends(turns, place), self._marker_texts):
                 raise UntrainableError(f"the chat format failed its check for {feature}", self.unproven[feature])
             check_turns(conversation, options.roles, read, len(contents), rendered.suspicious)
+            if options.train_on == "last_turn" and len(np.unique(turns.spans.message[place])) > len(messages):
+                raise UntrainableError(NOT_PROVEN, "it is not certain which turns are the last message")
             whole = options.train_on == "all" and not any(
                 "train" in message or "weight" in message for message in conversation["messages"]
             )

@@ -185,21 +185,24 @@ def is_usual(
     )
 
 
-def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | None:
+def turn_weights(messages: Sequence[Message], num_turns: int, sizes: Sequence[int] | None = None) -> list[float] | None:
     """Return the weight of each trained turn; None if no message has a weight.
 
     Args:
         messages: Messages of trained roles.
         num_turns: Number of turns that the messages have after rendering.
+        sizes: Number of turns of each message; None if it is not known.
 
     Raises:
-        WeightsError: If the numbers of messages and turns differ, and so do the weights.
+        WeightsError: If the weights of messages differ, and it is not known which turns they have.
     """
     if not any("train" in message or "weight" in message for message in messages):
         return None
     weights = [float(message.get("weight", 1.0)) * bool(message.get("train", True)) for message in messages]
-    if len(weights) == num_turns:
+    if sizes is None and len(weights) == num_turns:
         return weights
+    if sizes is not None:
+        return [weight for weight, size in zip(weights, sizes, strict=True) for _ in range(size)]
     if len(set(weights)) > 1:
         raise WeightsError(
             f"{plural(len(weights), 'message')} with `train` or `weight` become "
@@ -207,6 +210,49 @@ def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | N
             "weights cannot be assigned. Leave them out, or give consecutive messages the same weight."
         )
     return weights[:1] * num_turns
+
+
+def turns_of_messages(messages: Sequence[Message], turns: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the number of turns of each message; None if it is not certain.
+
+    A template may write reasoning and tool calls as turns of their own.
+
+    Args:
+        messages: Messages of trained roles.
+        turns: Text of each trained turn, without its end marker.
+    """
+    lines = [*map(_line, turns)]
+    # Map from the number of turns that the messages so far may have to at most two ways to divide these turns.
+    divided: dict[int, list[tuple[int, ...]]] = {0: [()]}
+    for message in messages:
+        longer: dict[int, list[tuple[int, ...]]] = {}
+        for begin, ways in divided.items():
+            for size in range(1, min(_most_turns(message), len(lines) - begin) + 1):
+                if _is_divided(message, lines[begin : begin + size]):
+                    ends = longer.setdefault(begin + size, [])
+                    ends += [(*way, size) for way in ways][: 2 - len(ends)]
+        divided = longer
+    ways = divided.get(len(lines), [])
+    return ways[0] if len(ways) == 1 else None
+
+
+def _most_turns(message: Message) -> int:
+    return 1 + len(message.get("tool_calls") or ()) + ("reasoning_content" in message)
+
+
+def _is_divided(message: Message, turns: Sequence[str]) -> bool:
+    """Return True if turns are the calls and the answer of a message, after at most one turn of its reasoning."""
+    answer = _line(text_of(message).rpartition("</think>")[2])
+    names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    said = [any(name in turn for name in names) or (answer and _ends_with(turn, answer)) for turn in turns]
+    is_whole = all(any(name in turn for turn in turns) for name in names) and any(answer in turn for turn in turns)
+    return is_whole and all(said[1:]) and bool(said[0] or any(_ends_with(turns[0], text) for text in thoughts(message)))
+
+
+def _ends_with(turn: str, text: str) -> bool:
+    """Return True if nothing but tags and symbols follows a text in a turn."""
+    _, found, rest = turn.rpartition(text)
+    return bool(found) and not re.search(r"\w", _ANY_TAG.sub("", rest))
 
 
 def is_exact(messages: Sequence[Message], turns: Sequence[str], ends: Sequence[str], markers: Collection[str]) -> bool:
@@ -283,8 +329,7 @@ def check_turns(
     """
     messages = [message for message in conversation["messages"] if message["role"] in roles]
     least = len(messages) if suspicious else _runs(conversation, roles)
-    most = sum(1 + len(message.get("tool_calls") or ()) + ("reasoning_content" in message) for message in messages)
-    if not least <= num_turns <= most:
+    if not least <= num_turns <= sum(map(_most_turns, messages)):
         details = f"{plural(num_turns, 'turn')} for {plural(len(messages), 'message')} of {', '.join(roles)}"
         raise UntrainableError(NOT_PROVEN, details)
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
