@@ -47,7 +47,7 @@ from lightning_protrain.data.chat.mask import (
 )
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.conversation import Conversation, MediaKind, Message, Preference, unit_of
+from lightning_protrain.data.conversation import Conversation, MediaKind, Message, Preference, text_of, unit_of
 from lightning_protrain.data.sources.dataset import DatasetReport, quartet
 from lightning_protrain.progress import bar
 
@@ -196,6 +196,8 @@ class ChatEncoder:
         on_untrainable: Treatment of a conversation without a trained token, or with a doubtful mask.
         leaking: Roles that the chat format does not distinguish from the assistant, see `leaking_roles`.
         unproven: Reasons by feature that `verify_family` could not verify.
+        unwritten: Scaffolds that the template is not known to write, see `unwritten_scaffolds`. They are trained in
+            rows where a message begins with one.
         leaves_open: True if the template writes nothing after the last answer, see `leaves_open`.
         end_ids: Control tokens that end what the assistant says, see `end_tokens`.
     """
@@ -207,6 +209,7 @@ class ChatEncoder:
     on_untrainable: OnUntrainable = "drop"
     leaking: frozenset[str] = frozenset()
     unproven: Mapping[str, str] = field(default_factory=dict)
+    unwritten: tuple[str, ...] = ()
     leaves_open: bool = False
     end_ids: frozenset[int] = frozenset()
 
@@ -252,6 +255,34 @@ class ChatEncoder:
         Raises:
             ValueError: If message weights cannot be assigned to turns.
         """
+        results: dict[int, Encoded | UntrainableError] = {}
+        said = [self._says_scaffold(conversation) for conversation in conversations]
+        for value, encoder in ((False, self), (True, self._without_scaffolds)):
+            rows = [row for row, says in enumerate(said) if says is value]
+            if rows:
+                masked = encoder._mask(
+                    [conversations[row] for row in rows], [rendered[row] for row in rows], [ids[row] for row in rows]
+                )
+                results |= zip(rows, masked, strict=True)
+        return [results[row] for row in range(len(said))]
+
+    def _says_scaffold(self, conversation: Conversation) -> bool:
+        """Return True if a message of a trained role begins with a scaffold in `unwritten`."""
+        return bool(self.unwritten) and any(
+            text_of(message).lstrip().startswith(self.unwritten) for message in self._messages(conversation)[0]
+        )
+
+    @functools.cached_property
+    def _without_scaffolds(self) -> ChatEncoder:
+        """Encoder that trains the scaffolds in `unwritten`."""
+        parts = self.markers.exclusions
+        kept = (part for part in parts if part.kind != "scaffold" or part.start[0].text.strip() not in self.unwritten)
+        return replace(self, markers=replace(self.markers, exclusions=tuple(kept)))
+
+    def _mask(
+        self, conversations: Sequence[Conversation], rendered: Sequence[Rendered], ids: Sequence[NDArray[np.int32]]
+    ) -> list[Encoded | UntrainableError]:
+        """Compute loss masks like `mask`, and exclude all scaffolds in `markers`."""
         options, quiet = self.options, not self.options.train_thinking
         turns_of_rows = find_turns(ids, self.markers, options)
         num_turns = turns_of_rows.per_row(turns_of_rows.begun)

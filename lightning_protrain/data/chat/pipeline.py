@@ -26,6 +26,7 @@ from lightning_protrain.data.chat.detect_format import (
     family_named,
     find_family,
     has_template,
+    unwritten_scaffolds,
     with_prompt,
     with_scaffolds,
     with_tags,
@@ -258,6 +259,7 @@ class ChatEncoders:
             markers,
             leaking=leaking_roles(renderer.ids, vocabulary, markers),
             unproven=unproven,
+            unwritten=unwritten_scaffolds(markers, vocabulary, renderer.ids),
             leaves_open=is_open,
             end_ids=end_tokens(renderer.ids, vocabulary, markers),
         )
