@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -333,6 +335,19 @@ def test_what_others_said_is_not_trained_unless_it_was_repeated(trained: str, le
     with pytest.raises(UntrainableError) as refusal:
         check_trained(row, ("assistant",), trained, quiet=False)
     assert refusal.value.reason == LEAKED
+
+
+@pytest.mark.parametrize("role", ["u", "t"])
+@pytest.mark.parametrize("write", [json.dumps, partial(json.dumps, separators=(",", ":")), str])
+@pytest.mark.parametrize("part", ["function", "arguments"])
+def test_what_others_said_may_be_what_a_call_says(role: str, write: Any, part: str) -> None:
+    function = {"name": "create_user", "arguments": {"name": "Bob", "age": 3, "of": None}}
+    echo = write(function if part == "function" else function["arguments"])
+    calls = {"role": "a", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    row = _row("u", calls, {"role": role, "content": echo}, "a")
+    check_trained(row, ("assistant",), f"<call>{write(function)}</call> A1", quiet=False)
+    with pytest.raises(UntrainableError, match=LEAKED):
+        check_trained(row, ("assistant",), f"<call>{write(function)}</call> {echo} A1", quiet=False)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ as many turns as messages.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -437,11 +438,23 @@ def check_leaks(
         has_spoken |= message["role"] == "assistant"
 
 
+# Functions that write a tool call as templates do.
+_CALL_WRITERS: tuple[Callable[[Any], str], ...] = (
+    lambda call: " ".join(_strings(call)),
+    functools.partial(json.dumps, ensure_ascii=False),
+    functools.partial(json.dumps, ensure_ascii=False, separators=(",", ":")),
+    repr,
+)
+
+
 def _exceeds(trained: str, conversation: Conversation, roles: Sequence[str], texts: Collection[str]) -> bool:
-    """Return True if a text is trained more often than the trained roles say it."""
-    spoken = " ".join(text_said(message) for message in conversation["messages"] if message["role"] in roles)
+    """Return True if a text is trained more often than the trained roles say it, however calls are written."""
+    messages = [message for message in conversation["messages"] if message["role"] in roles]
+    answers = [text_said({**message, "tool_calls": []}) for message in messages]
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    spoken = [_line(" ".join((*answers, *map(write, calls)))) for write in _CALL_WRITERS]
     trained_line = _line(trained)
-    return any(trained_line.count(text) > spoken.count(text) for text in texts)
+    return any(trained_line.count(text) > max(form.count(text) for form in spoken) for text in texts)
 
 
 def check_trained(
@@ -462,10 +475,10 @@ def check_trained(
     """
     trained_line = " ".join(trained.split())
     messages = [message for message in conversation["messages"] if message["role"] in roles]
-    spoken = " ".join(map(text_said, messages))
     for message in conversation["messages"]:
         text = " ".join(text_of(message).split())
-        if message["role"] not in roles and len(text) >= _TELLING and trained_line.count(text) > spoken.count(text):
+        is_other = message["role"] not in roles and len(text) >= _TELLING and text in trained_line
+        if is_other and _exceeds(trained, conversation, roles, [text]):
             raise UntrainableError(LEAKED, f"{message['role']!r} says {text[:80]!r}")
     if not quiet:
         return
