@@ -441,8 +441,8 @@ def check_leaks(
 # Functions that write a tool call as templates do.
 _CALL_WRITERS: tuple[Callable[[Any], str], ...] = (
     lambda call: " ".join(_strings(call)),
-    functools.partial(json.dumps, ensure_ascii=False),
-    functools.partial(json.dumps, ensure_ascii=False, separators=(",", ":")),
+    functools.partial(json.dumps, ensure_ascii=False, default=str),
+    functools.partial(json.dumps, ensure_ascii=False, default=str, separators=(",", ":")),
     repr,
 )
 
