@@ -29,6 +29,7 @@ from lightning_protrain.data.batches.encode import (
 from lightning_protrain.data.chat.check_turns import (
     LEAKED,
     LEAKING,
+    NO_WORDS,
     NOT_PROVEN,
     RESULTS,
     UntrainableError,
@@ -342,6 +343,34 @@ def test_weights_that_cannot_be_told_apart_are_named(chats: ChatEncoders) -> Non
     row["messages"][1]["weight"] = 0.5
     _, report = encode_rows([conversation("?", "yes"), row], encoder, "chats")
     assert dict(report.dropped) == {"weights of messages cannot be assigned to turns": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "last", "text"),
+    [
+        ("qwen3", {}, True, "<think>\nhm\n</think>\n\n<E>"),
+        ("qwen3", {}, False, None),
+        ("qwen3", {"train_on": "last_turn"}, False, "Two.<E>"),
+        ("qwen3", {"train_thinking": False}, True, None),
+        ("chatml", {}, True, "<think>hm</think><E>"),
+        ("chatml", {"train_thinking": False}, True, None),
+        ("chatml", {"train_thinking": False, "train_on_eos": "none"}, False, "Two."),
+    ],
+)
+def test_an_end_is_not_trained_without_words(name: str, knobs: dict[str, Any], last: bool, text: str | None) -> None:
+    form = FORMATS[name]
+    strips = form.template.replace("m.content or ''", "(m.content or '').split('</think>')[-1]")
+    thought = "(m.content.split('</think>')[0].split('<think>')[1] if '</think>' in m.content else '')"
+    strips = strips.replace("(m.reasoning_content or '')", thought)
+    encoder = ChatEncoders(byte_level(strips, form.controls, form.eos), None).encoder(settings_of(**knobs))
+    row = conversation("?", "<think>hm</think>", *([] if last else ["Two."]))
+    (result,) = encoder.encode([row])
+    if text is None:
+        assert isinstance(result, UntrainableError)
+        assert str(result) == f"{NO_WORDS}: '<think>hm</think>' has no answer"
+        return
+    assert isinstance(result, Encoded)
+    assert kept(encoder, result).replace(END, "<E>") == text
 
 
 def test_a_template_that_refuses_a_row_is_told_with_the_row() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_protrain.config import plural
 from lightning_protrain.data.chat.check_turns import (
     MARKERS,
+    NO_WORDS,
     NOT_PROVEN,
     UntrainableError,
     WeightsError,
@@ -28,6 +29,7 @@ from lightning_protrain.data.chat.check_turns import (
     check_trained,
     check_turns,
     is_exact,
+    is_thought,
     is_usual,
     num_unwritten,
     turn_weights,
@@ -395,6 +397,7 @@ class ChatEncoder:
             check_turns(conversation, options.roles, read, len(contents), rendered.suspicious)
             if options.train_on == "last_turn" and len(np.unique(turns.spans.message[place])) > len(messages):
                 raise UntrainableError(NOT_PROVEN, "it is not certain which turns are the last message")
+            self._check_words(messages, turns, masked, place)
             whole = options.train_on == "all" and not any(
                 "train" in message or "weight" in message for message in conversation["messages"]
             )
@@ -407,6 +410,27 @@ class ChatEncoder:
         if rendered.sanitized:
             return num_unwritten(messages, *self._read([ids]))
         return num_unwritten(self._messages(written)[0], rendered.text)
+
+    def _check_words(
+        self, messages: Sequence[Message], turns: TokenTurns, masked: LossMask, place: NDArray[np.int64]
+    ) -> None:
+        """Check that a message without an answer is not trained by its end marker alone.
+
+        The arguments are those of `_check_ends`; `messages` are those of trained roles.
+
+        Raises:
+            UntrainableError: If no word of such a message is trained, but its end marker is.
+        """
+        ends_alone = self.options.train_on_eos == "all" and self.options.train_on == "last_turn"
+        if len(messages) != len(place) or ends_alone:
+            return
+        spans = turns.spans
+        for message, at in zip(messages, place.tolist(), strict=True):
+            words, end = slice(spans.content[at], spans.end[at]), slice(spans.end[at], spans.stop[at])
+            if is_thought(message) and masked.trained[end].any():
+                (text,) = self._read([turns.ids[words][masked.trained[words]]])
+                if not text.strip():
+                    raise UntrainableError(NO_WORDS, f"{text_of(message)[:80]!r} has no answer")
 
     def _check_ends(
         self,

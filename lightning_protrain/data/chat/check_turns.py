@@ -102,6 +102,12 @@ def thoughts(message: Message) -> list[str]:
     return [line for line in (" ".join(thought.split()) for thought in texts) if line]
 
 
+def is_thought(message: Message) -> bool:
+    """Return True if a message has reasoning in <think> tags, but neither an answer nor a tool call."""
+    _, tag, answer = text_of(message).rpartition("</think>")
+    return bool(tag) and not answer.strip() and "tool_calls" not in message
+
+
 def num_unwritten(messages: Sequence[Message], text: str) -> int:
     """Return the number of messages whose reasoning a chat template has left out of `text`."""
     thoughts_of = [thoughts(message) for message in messages]
@@ -136,6 +142,7 @@ NO_CALLS = "the chat template leaves out a tool call"
 NO_TEXT = "the chat template leaves out the text beside a tool call"
 LEAKED = "text of other roles would be trained"
 THINKS = "its reasoning cannot be left out"
+NO_WORDS = "only the end marker of a turn would be trained"
 NO_END = "a trained turn has no end marker"
 # Minimum length of another role's text, characters, for which finding it in trained text is an error. Shorter texts may
 # occur by chance.
