@@ -179,8 +179,11 @@ class ChatEncoders:
         """Return the encoder for a data set whose rows are like `row`.
 
         Raises:
-            ValueError: As in `encoder`.
+            ValueError: As in `encoder`; or if the row is a preference and the settings would train its prompt.
         """
+        if "sides" in row and (settings.train_on_inputs or settings.train_on_eos == "all"):
+            name = "train_on_inputs: true" if settings.train_on_inputs else "train_on_eos: all"
+            raise ValueError(f"`{name}` trains prompts, but of preferences only answers are trained. Leave it out.")
         side = row["sides"][0] if "sides" in row else row
         if "text" not in side and ("plain" not in side or has_template(self._tokenizer, settings.template)):
             return self.encoder(settings)
