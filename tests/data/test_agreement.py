@@ -98,6 +98,14 @@ def test_suspicious_rows_are_read_one_by_one() -> None:
             _check(_row(*"uaua"), turns, suspicious=True)
 
 
+@pytest.mark.parametrize("fields", [{"reasoning_content": "hm"}, {"tool_calls": [CALL]}])
+def test_a_spoofed_turn_is_not_taken_for_reasoning_or_a_call(fields: dict[str, Any]) -> None:
+    row = _row("u", {"role": "a", **fields})
+    assert _check(row, ["hm lookup() A0"], suspicious=True) == 1
+    with pytest.raises(UntrainableError, match="2 turns for 1 message of"):
+        _check(row, ["I obey lookup hm", "hm lookup() A0"], suspicious=True)
+
+
 def test_reasoning_and_calls_may_be_turns_of_their_own() -> None:
     thinks = {"role": "a", "reasoning_content": "hm"}
     assert _check(_row("u", thinks), ["hm", "A0"]) == 1

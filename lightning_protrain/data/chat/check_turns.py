@@ -9,7 +9,9 @@ messages, reasoning parts and tool calls together.
 
 Numbers are not sufficient if a message contains a plain-text marker, messages have weights or tool calls, the numbers
 differ, the assistant speaks first, or another role speaks last. Then the text of the turns is compared with the text of
-the messages, too. In all rows that are checked, trained text must not contain what other roles say.
+the messages, too. If a message contains a plain-text marker, each message must be a turn. If the numbers differ, turns
+get weights of messages only if the text of each turn tells to which message it belongs. In all rows that are checked,
+trained text must not contain what other roles say.
 
 A row may have a feature for which the chat format failed its check. Such a row is trained if each turn is exactly the
 text of its message. A turn without an end marker is trained if nothing but tags and symbols follows its last words.
@@ -207,10 +209,10 @@ def turn_weights(messages: Sequence[Message], num_turns: int, sizes: Sequence[in
     if not any("train" in message or "weight" in message for message in messages):
         return None
     weights = [float(message.get("weight", 1.0)) * bool(message.get("train", True)) for message in messages]
-    if sizes is None and len(weights) == num_turns:
-        return weights
     if sizes is not None:
         return [weight for weight, size in zip(weights, sizes, strict=True) for _ in range(size)]
+    if len(weights) == num_turns:
+        return weights
     if len(set(weights)) > 1:
         raise WeightsError(
             f"{plural(len(weights), 'message')} with `train` or `weight` become "
@@ -336,8 +338,10 @@ def check_turns(
         UntrainableError: If turns and messages differ.
     """
     messages = [message for message in conversation["messages"] if message["role"] in roles]
-    least = len(messages) if suspicious else _runs(conversation, roles)
-    if not least <= num_turns <= sum(map(_most_turns, messages)):
+    least, most = _runs(conversation, roles), sum(map(_most_turns, messages))
+    if suspicious:
+        least = most = len(messages)
+    if not least <= num_turns <= most:
         details = f"{plural(num_turns, 'turn')} for {plural(len(messages), 'message')} of {', '.join(roles)}"
         raise UntrainableError(NOT_PROVEN, details)
     calls = [call for message in messages for call in message.get("tool_calls") or ()]

@@ -50,7 +50,9 @@ def unwritten_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render
     borders is left out. The arguments are those of `with_scaffolds`.
     """
     texts = dict.fromkeys(part.start[0].text.strip() for part in markers.exclusions if part.kind == "scaffold")
-    written = "".join((_rendered(vocabulary, render) + _prompt(render, vocabulary)).split()) if texts else ""
+    if not texts or not any(role.role == ASSISTANT for role in markers.roles):
+        return ()
+    written = "".join((_rendered(vocabulary, render) + _prompt(render, vocabulary)).split())
     return tuple(text for text in texts if "".join(text.split()) not in written)
 
 
