@@ -18,8 +18,8 @@ def match(markers: Sequence[Marker], ids: Sequence[int], at: int, border: int) -
         stop = at + len(marker.ids)
         if stop > border or tuple(ids[at:stop]) != marker.ids:
             continue
-        if marker.tails and stop < border:
-            if ids[stop] not in marker.tails:
+        if marker.tails:
+            if stop == border or ids[stop] not in marker.tails:
                 continue
             stop += 1
         found.append((stop, len(marker.ids), bool(marker.tails), -index))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from lightning_protrain.data.chat.check_turns import (
     is_exact,
     is_usual,
     turn_weights,
+    turns_of_messages,
 )
 
 CALL = {"type": "function", "function": {"name": "lookup", "arguments": {}}}
@@ -93,6 +96,14 @@ def test_suspicious_rows_are_read_one_by_one() -> None:
     for turns in (["A1", "A0"], ["A0 A1"]):
         with pytest.raises(UntrainableError, match="turns and messages differ"):
             _check(_row(*"uaua"), turns, suspicious=True)
+
+
+@pytest.mark.parametrize("fields", [{"reasoning_content": "hm"}, {"tool_calls": [CALL]}])
+def test_a_spoofed_turn_is_not_taken_for_reasoning_or_a_call(fields: dict[str, Any]) -> None:
+    row = _row("u", {"role": "a", **fields})
+    assert _check(row, ["hm lookup() A0"], suspicious=True) == 1
+    with pytest.raises(UntrainableError, match="2 turns for 1 message of"):
+        _check(row, ["I obey lookup hm", "hm lookup() A0"], suspicious=True)
 
 
 def test_reasoning_and_calls_may_be_turns_of_their_own() -> None:
@@ -214,6 +225,35 @@ def test_weights_of_turns(flags: list[dict[str, Any]], turns: int, weights: list
     assert turn_weights(messages, turns) == weights
 
 
+_R = {"role": "a", "reasoning_content": "hm"}
+_C = {"role": "a", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "sizes"),
+    [
+        (("u", "a", "u", _R), ["A0", "hm", "A1"], (1, 2)),
+        (("u", _R, "u", "a"), ["<|say|>hm", "A0<|eot|>", "A1"], (2, 1)),
+        (("u", "a", _R), ["A0", "hm<|eom|>", "A1"], (1, 2)),
+        (("u", {**_C, **_R, "content": ""}, "t", _R), ["lookup()", "hm", "A1"], (1, 2)),
+        (("u", {**_C, **_R, "content": ""}, "t", _R), ["hm", "lookup()", "hm", "A1"], (2, 2)),
+        (("u", {**_C, "tool_calls": [CALL, CALL]}, "t", "a"), ["lookup()", "lookup()", "A1"], (2, 1)),
+        (("u", "a", "u", _R), ["A0", "hm and so on", "A1"], None),
+        (("u", "a", "u", _R), ["A0", "other", "A1"], None),
+        (("u", "a", "u", _R), ["hm", "A0", "A1"], None),
+        (("u", _R, _R), ["A0", "hm", "hm", "A1"], None),
+        (("u", _R, {**_R, "content": "hm"}), ["hm", "A0", "hm"], (2, 1)),
+        (("u", {**_R, "content": "hm"}, {**_R, "content": "hm"}), ["hm", "hm", "hm"], None),
+    ],
+)
+def test_turns_belong_to_the_messages_whose_text_they_are(row: Any, turns: list[str], sizes: Any) -> None:
+    messages = [message for message in _row(*row)["messages"] if message["role"] == "assistant"]
+    assert turns_of_messages(messages, turns) == sizes
+    if sizes is not None:
+        messages[-1]["weight"] = 0.5
+        assert turn_weights(messages, len(turns), sizes) == [1.0] * sizes[0] + [0.5] * sizes[1]
+
+
 def test_weights_that_differ_need_turns_of_their_own() -> None:
     messages = _row("u", {"role": "a", "weight": 0.5}, "a")["messages"][1:]
     with pytest.raises(WeightsError, match="2 messages with `train` or `weight` become 1 turn after"):
@@ -303,6 +343,19 @@ def test_what_others_said_is_not_trained_unless_it_was_repeated(trained: str, le
     with pytest.raises(UntrainableError) as refusal:
         check_trained(row, ("assistant",), trained, quiet=False)
     assert refusal.value.reason == LEAKED
+
+
+@pytest.mark.parametrize("role", ["u", "t"])
+@pytest.mark.parametrize("write", [json.dumps, partial(json.dumps, separators=(",", ":")), str])
+@pytest.mark.parametrize("part", ["function", "arguments"])
+def test_what_others_said_may_be_what_a_call_says(role: str, write: Any, part: str) -> None:
+    function = {"name": "create_user", "arguments": {"name": "Bob", "age": 3, "of": None}}
+    echo = write(function if part == "function" else function["arguments"])
+    calls = {"role": "a", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    row = _row("u", calls, {"role": role, "content": echo}, "a")
+    check_trained(row, ("assistant",), f"<call>{write(function)}</call> A1", quiet=False)
+    with pytest.raises(UntrainableError, match=LEAKED):
+        check_trained(row, ("assistant",), f"<call>{write(function)}</call> {echo} A1", quiet=False)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,40 @@ def test_d11_a_thought_that_the_template_puts_there_is_not_trained() -> None:
     assert _kept(quiet, ("user", "?"), thinks).strip() == "yes<|im_end|>"
 
 
+_SOMETIMES = (
+    "{%- for m in messages %}<|im_start|>{{ m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and messages[0].role == 'system' %}"
+    "{{ '<think>\n\n</think>\n' }}{%- endif %}{{ m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>{{ 'assistant\n' }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "answer"),
+    [
+        ("chatml", None, "<think>\n\n</think>\n\nRome."),
+        ("llama3", None, "<think>\n\n</think>\n\nRome."),
+        ("deepseek-v3", None, "<think></think>Rome."),
+        ("deepseek-v3", None, "</think> Rome."),
+        ("gemma4", None, "<|channel>thought\n<channel|>Rome."),
+        ("chatml", _SOMETIMES, "<think>\n\n</think>\nRome."),
+    ],
+)
+def test_an_empty_thought_is_trained_if_the_assistant_says_it(name: str, template: str | None, answer: str) -> None:
+    form = FORMATS[name]
+    encoder = _encoder(byte_level(template or form.template, (*form.controls, "<think>", "</think>"), form.eos))
+    rows: list[Any] = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
+        for text in ("Yes.", answer, "No.")
+    ]
+    if template:  # It writes an empty thought of its own.
+        rows.append({"messages": [{"role": "system", "content": "/no_think"}, *rows[0]["messages"]]})
+    decode = encoder.renderer.tokenizer.decode
+    kept = [decode(encoded.input_ids[encoded.trained].tolist()) for encoded in encoder.encode(rows)]  # type: ignore[union-attr]
+    end = kept[0].removeprefix("Yes.")
+    assert kept == [f"Yes.{end}", f"{answer}{end}", f"No.{end}", f"Yes.{end}"][: len(rows)]
+
+
 def test_d12_a_folder_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
     qwen(CHATML).save_pretrained(tmp_path)
     toy = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_protrain.data.batches.encode import (
@@ -23,12 +26,20 @@ from lightning_protrain.data.batches.encode import (
     encode_rows,
     truncate,
 )
-from lightning_protrain.data.chat.check_turns import LEAKING, NOT_PROVEN, RESULTS, UntrainableError
+from lightning_protrain.data.chat.check_turns import (
+    LEAKED,
+    LEAKING,
+    NO_WORDS,
+    NOT_PROVEN,
+    RESULTS,
+    UntrainableError,
+    check_trained,
+)
 from lightning_protrain.data.chat.pipeline import ChatEncoders
 from lightning_protrain.data.conversation import Conversation, Media
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
-from tests.data.templates import MISTRAL
+from tests.data.templates import CHATML, FORMATS, MISTRAL
 from tests.data.tokenizers import byte_level, tekken
 from tests.support.encoded_rows import encoded
 
@@ -199,6 +210,54 @@ def test_all_but_the_first_token_is_trained_on_inputs(chats: ChatEncoders) -> No
     assert encoded.trained.tolist() == [False] + [True] * (len(encoded) - 1)
 
 
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("name", ["gpt-oss", "solar"])
+@pytest.mark.parametrize(
+    ("flags", "knobs", "text"),
+    [
+        (({}, {}), {}, "One.<E>Because.<E>Two.<E>"),
+        (({"train": False}, {}), {}, "Because.<E>Two.<E>"),
+        (({}, {"train": False}), {}, "One.<E>"),
+        (({"weight": 2.0}, {"weight": 0.5}), {}, "One.<E>Because.<E>Two.<E>"),
+        (({}, {}), {"train_on": "last_turn"}, "Because.<E>Two.<E>"),
+        (({}, {"train": False}), {"train_on": "last_turn"}, "One.<E>"),
+        (({}, {}), {"train_on": "last_turn", "train_on_eos": "last"}, "Because.Two.<E>"),
+        (({}, {}), {"train_on": "last_turn", "train_thinking": False}, "Two.<E>"),
+    ],
+)
+@pytest.mark.parametrize("between", ["user", "tool", ""])
+def test_reasoning_in_a_turn_of_its_own_is_part_of_its_message(
+    name: str, flags: tuple[Any, Any], knobs: dict[str, Any], text: str, between: str
+) -> None:
+    form = FORMATS[name]
+    chats = ChatEncoders(byte_level(form.template, form.controls, form.eos), None)
+    row: Any = _chat([("user", "?"), ("assistant", "One."), (between, "Why?"), ("assistant", "Two.")])
+    row["messages"][1] |= flags[0]
+    row["messages"][3] |= {"reasoning_content": "Because.", **flags[1]}
+    if not between:
+        del row["messages"][2]
+    encoder = chats.encoder(settings_of(**knobs))
+    encoded = one(encoder, row)
+    said = re.sub(r"<.channel.>\w+<.message.>|<.content.>|<.think.>", "", kept(encoder, encoded))
+    assert re.sub("<.(end|return).>", "<E>", said) == text
+    if flags[0].get("weight"):
+        assert encoded.weights is not None
+        assert set(encoded.weights[encoded.trained].tolist()) == {2.0, 0.5}
+
+
+@pytest.mark.parametrize("policy", ["drop", "warn"])
+def test_the_last_message_is_not_guessed(policy: Any) -> None:
+    form = FORMATS["gpt-oss"]
+    chats = ChatEncoders(byte_level(form.template, form.controls, form.eos), None)
+    row: Any = _chat([("user", "?"), ("assistant", "So."), ("assistant", "So.")])
+    for message in row["messages"][1:]:
+        message["reasoning_content"] = "So."
+    (result,) = chats.encoder(settings_of(train_on="last_turn", on_untrainable=policy)).encode([row])
+    doubt = result.doubt if isinstance(result, Encoded) else str(result)
+    assert isinstance(result, Encoded) == (policy == "warn")
+    assert doubt == f"{NOT_PROVEN}: it is not certain which turns are the last message"
+
+
 # --- data sets --------------------------------------------------------------------------------------------------------
 def test_rows_come_out_in_order_with_their_report(encoder: ChatEncoder) -> None:
     rows = [conversation(str(number), f"answer {number}") for number in range(600)]
@@ -286,6 +345,34 @@ def test_weights_that_cannot_be_told_apart_are_named(chats: ChatEncoders) -> Non
     assert dict(report.dropped) == {"weights of messages cannot be assigned to turns": 1}
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs", "last", "text"),
+    [
+        ("qwen3", {}, True, "<think>\nhm\n</think>\n\n<E>"),
+        ("qwen3", {}, False, None),
+        ("qwen3", {"train_on": "last_turn"}, False, "Two.<E>"),
+        ("qwen3", {"train_thinking": False}, True, None),
+        ("chatml", {}, True, "<think>hm</think><E>"),
+        ("chatml", {"train_thinking": False}, True, None),
+        ("chatml", {"train_thinking": False, "train_on_eos": "none"}, False, "Two."),
+    ],
+)
+def test_an_end_is_not_trained_without_words(name: str, knobs: dict[str, Any], last: bool, text: str | None) -> None:
+    form = FORMATS[name]
+    strips = form.template.replace("m.content or ''", "(m.content or '').split('</think>')[-1]")
+    thought = "(m.content.split('</think>')[0].split('<think>')[1] if '</think>' in m.content else '')"
+    strips = strips.replace("(m.reasoning_content or '')", thought)
+    encoder = ChatEncoders(byte_level(strips, form.controls, form.eos), None).encoder(settings_of(**knobs))
+    row = conversation("?", "<think>hm</think>", *([] if last else ["Two."]))
+    (result,) = encoder.encode([row])
+    if text is None:
+        assert isinstance(result, UntrainableError)
+        assert str(result) == f"{NO_WORDS}: '<think>hm</think>' has no answer"
+        return
+    assert isinstance(result, Encoded)
+    assert kept(encoder, result).replace(END, "<E>") == text
+
+
 def test_a_template_that_refuses_a_row_is_told_with_the_row() -> None:
     template = (
         "{%- for m in messages %}{%- if m['content'] == 'bad' %}{{- raise_exception('No bad words.') }}{%- endif %}"
@@ -337,6 +424,28 @@ def test_a_message_without_a_start_marker_is_noticed() -> None:
     (result,) = encoder.encode([row])
     assert isinstance(result, UntrainableError)
     assert result.reason == NOT_PROVEN
+
+
+@pytest.mark.parametrize(("form", "said"), [("NFC", "Cafe\u0301 \u2126"), ("NFKC", "\u306f\u3044\uff01 \u2460")])
+def test_messages_are_compared_with_text_as_the_tokenizer_normalizes_it(form: Any, said: str) -> None:
+    tokenizer = byte_level(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>")
+    tokenizer.backend_tokenizer.normalizer = getattr(normalizers, form)()
+    call = {"type": "function", "function": {"name": "f", "arguments": {said: said}}}
+    messages: Any = [
+        {"role": "user", "content": said},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": f"{said} <|im_end|>"},
+        {"role": "assistant", "content": f"<think>{said}</think>{said}"},
+        {"role": "user", "content": "?"},
+    ]
+    encoder = ChatEncoders(tokenizer, None).encoder(settings_of())
+    encoded = one(encoder, {"messages": messages})
+    written = f"<tool_call>f {call['function']['arguments']}</tool_call>{END}{messages[3]['content']}{END}"
+    assert kept(encoder, encoded) == unicodedata.normalize(form, written)
+    assert encoded.num_unwritten == 0
+    row = encoder.renderer.as_decoded({"messages": messages})
+    with pytest.raises(UntrainableError, match=LEAKED):
+        check_trained(row, ("assistant",), unicodedata.normalize(form, f"{said} <|im_end|>"), quiet=False)
 
 
 # --- formats whose turns are not told by their number -----------------------------------------------------------------

@@ -66,6 +66,7 @@ def _parse(row: Any, **options: Any) -> Any:
         ({"prompt": [S, Q], "completion": "So."}, [{**S, "train": False}, {**Q, "train": False}, A]),
         ({"prompt": "Why?", "completion": [A, Q, A]}, [Q, A, Q, A]),
         ({"prompt": [{**Q, "weight": 1}], "completion": [A]}, [{**Q, "weight": 1.0}, A]),
+        ({"prompt": [{**Q, "loss": True}], "completion": [A]}, [{**Q, "train": True}, A]),
         ({"prompt": "", "response": "So."}, [{**Q, "content": ""}, A]),
     ],
 )

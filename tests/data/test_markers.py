@@ -112,9 +112,9 @@ def _matches(markers: tuple[Marker, ...], ids: list[int], at: int) -> int:
     for marker in markers:
         stop = at + len(marker.ids)
         if tuple(ids[at:stop]) == marker.ids:
-            if not marker.tails or stop == len(ids):
+            if not marker.tails:
                 lengths.append(len(marker.ids))
-            elif ids[stop] in marker.tails:
+            elif stop < len(ids) and ids[stop] in marker.tails:
                 lengths.append(len(marker.ids) + 1)
     return max(lengths)
 

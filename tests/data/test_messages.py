@@ -232,6 +232,10 @@ def test_keys_that_are_null_count_as_absent_and_others_are_left_out() -> None:
         ({"train": True}, {"train": True}),
         ({"train": 0}, {"train": False}),
         ({"training": False}, {"train": False}),
+        ({"loss": False}, {"train": False}),
+        ({"loss": True, "train": False}, {"train": False}),
+        ({"loss": 0.37}, {}),
+        ({"train_detail": []}, {}),
         ({"weight": 0}, {"weight": 0.0}),
         ({"weight": 1.5}, {"weight": 1.5}),
         ({"train": False, "weight": 2}, {"train": False, "weight": 2.0}),
@@ -247,10 +251,11 @@ def test_what_a_message_says_about_its_loss(role: str, flags: Any, parsed: Any) 
     [
         *[("train", value) for value in ("yes", 2, [], -1, "true")],
         *[("weight", value) for value in ("1", -0.5, True, [], float("nan"), float("inf"))],
+        ("train_detail", [{"begin_offset": 0, "end_offset": 1, "train": False}]),
     ],
 )
 def test_a_wrong_flag_is_refused(key: str, value: Any) -> None:
-    with pytest.raises(MalformedRow, match=f"row 3, message 1: `{key}` is "):
+    with pytest.raises(MalformedRow, match=f"row 3, message 1: `{key}` (is|trains parts of a message)"):
         _parse(**{key: value})
 
 

@@ -93,4 +93,4 @@ def test_ids_outside_of_the_vocabulary_of_the_markers() -> None:
     rows = lay_out([[-200, 1, 0, 1, -7, 10**9, 0]])
     assert as_turns(scan(rows, markers)) == [Turn(2, 4, 6, 7, 0, True)]
     tailed = family("zero", [role("assistant", [mark(0, tails=frozenset({0, 3}))], [mark(2)])])
-    assert [turn.start for turn in as_turns(scan(lay_out([[0, -1, 0, 10**9, 0, 3, 2]]), tailed))] == [4]
+    assert [turn.start for turn in as_turns(scan(lay_out([[0, -1, 0, 10**9, 0, 3, 2, 0], [0]]), tailed))] == [4]

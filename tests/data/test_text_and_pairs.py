@@ -374,6 +374,17 @@ def test_labels_of_one_kind_are_refused(chatty: str, tmp_path: Path, label: bool
         _data(_write(tmp_path / "a.jsonl", rows), chatty, tmp_path)
 
 
+@pytest.mark.parametrize(("knob", "value"), [("train_on_inputs", True), ("train_on_eos", "all")])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_options_that_train_prompts_are_refused_for_preferences(
+    plain: str, chatty: str, tmp_path: Path, knob: str, value: Any, labelled: bool
+) -> None:
+    rows = [{"prompt": "Why?", "completion": "So.", "label": at > 0} for at in range(3)] if labelled else PAIRS
+    for tokenizer in (plain, chatty):
+        with pytest.raises(ValueError, match=f"`{knob}: .*` trains prompts, but of preferences only answers are"):
+            _data(_write(tmp_path / "a.jsonl", rows), tokenizer, tmp_path, **{knob: value})
+
+
 def test_data_sets_with_different_losses_are_refused(chatty: str, chats: str, tmp_path: Path) -> None:
     pairs = _write(tmp_path / "a.jsonl", PAIRS)
     with pytest.raises(ValueError, match=r"has pairs and .*chats.jsonl, train conversations, which have differe"):

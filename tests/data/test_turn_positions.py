@@ -17,7 +17,7 @@ from lightning_protrain.data.chat.pipeline import ChatEncoders
 from tests.data.conftest import conversation
 from tests.data.encoded import kept, one, settings_of
 from tests.data.templates import FORMATS
-from tests.data.tokenizers import byte_level
+from tests.data.tokenizers import byte_level, qwen
 
 START, USER, ASSISTANT, END, OPEN, CLOSE, IMAGE = range(1, 8)
 
@@ -178,6 +178,16 @@ def test_an_end_of_plain_text_may_share_a_token_with_the_answer() -> None:
     encoded = one(encoder, conversation("Who?", "Well.", "Me?"))
     assert kept(encoder, encoded) == "Well.[end]Me?[end]"
     assert encoded.num_unended == 0
+
+
+@pytest.mark.parametrize("answer", ["I am your AI-Assistant", "\u6211\u662f\u4f60\u7684Assistant", "Log in as:\nUser"])
+def test_an_answer_may_end_with_the_word_of_a_marker(answer: str) -> None:
+    template = (
+        "{%- for m in messages %}{{- m.role | capitalize + ':\n' + m.content }}{{- '' if loop.last else '\n\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- 'Assistant:\n' }}{%- endif %}"
+    )
+    encoder = ChatEncoders(qwen(template), None).encoder(settings_of())
+    assert kept(encoder, one(encoder, conversation("Who?", answer))) == answer
 
 
 @cache

@@ -136,10 +136,7 @@ class Conversation:
         return next(entry.include_end for entry in self.style.markers.roles if entry.role == self.turns[index].role)
 
     def splits_a_marker(self, cut: int) -> bool:
-        """Return whether a cut at this length changes a marker.
-
-        The cut may go through the marker, or leave ids that are a marker only because the next ones are cut off.
-        """
+        """Return whether a cut at this length goes through a marker."""
         inside = set(range(1, len(self.style.begin)))
         for (start, at, end, stop, _), turn in zip(self.spans(), self.turns, strict=True):
             inside |= set(range(start + 1, at)) | set(range(end + 1, stop))
@@ -148,10 +145,7 @@ class Conversation:
                 opening = form.parts[kind][0] if kind in form.parts else dict(form.whole).get(kind, part)
                 inside |= set(range(at + 1, at + len(opening))) if kind else set()
                 at += len(part)
-        entries = [start for entry in self.style.markers.roles for start in entry.starts]
-        entries += [start for part in self.style.markers.exclusions for start in part.start]
-        ids = tuple(self.ids[:cut])
-        return cut in inside or any(entry.tails and ids[-len(entry.ids) :] == entry.ids for entry in entries)
+        return cut in inside
 
 
 def turns(style: Style, name: str) -> st.SearchStrategy[Written]:

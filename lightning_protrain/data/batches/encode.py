@@ -20,6 +20,8 @@ from torch import Tensor
 from lightning_protrain.config import plural
 from lightning_protrain.data.chat.check_turns import (
     MARKERS,
+    NO_WORDS,
+    NOT_PROVEN,
     UntrainableError,
     WeightsError,
     check_end,
@@ -27,9 +29,11 @@ from lightning_protrain.data.chat.check_turns import (
     check_trained,
     check_turns,
     is_exact,
+    is_thought,
     is_usual,
     num_unwritten,
     turn_weights,
+    turns_of_messages,
     unproven_feature,
 )
 from lightning_protrain.data.chat.marker_search import lay_out
@@ -45,7 +49,7 @@ from lightning_protrain.data.chat.mask import (
 )
 from lightning_protrain.data.chat.render import Rendered, Renderer
 from lightning_protrain.data.chat.turns import scan
-from lightning_protrain.data.conversation import Conversation, MediaKind, Message, Preference, unit_of
+from lightning_protrain.data.conversation import Conversation, MediaKind, Message, Preference, text_of, unit_of
 from lightning_protrain.data.sources.dataset import DatasetReport, quartet
 from lightning_protrain.progress import bar
 
@@ -194,6 +198,8 @@ class ChatEncoder:
         on_untrainable: Treatment of a conversation without a trained token, or with a doubtful mask.
         leaking: Roles that the chat format does not distinguish from the assistant, see `leaking_roles`.
         unproven: Reasons by feature that `verify_family` could not verify.
+        unwritten: Scaffolds that the template is not known to write, see `unwritten_scaffolds`. They are trained in
+            rows where a message begins with one.
         leaves_open: True if the template writes nothing after the last answer, see `leaves_open`.
         end_ids: Control tokens that end what the assistant says, see `end_tokens`.
     """
@@ -205,6 +211,7 @@ class ChatEncoder:
     on_untrainable: OnUntrainable = "drop"
     leaking: frozenset[str] = frozenset()
     unproven: Mapping[str, str] = field(default_factory=dict)
+    unwritten: tuple[str, ...] = ()
     leaves_open: bool = False
     end_ids: frozenset[int] = frozenset()
 
@@ -250,6 +257,34 @@ class ChatEncoder:
         Raises:
             ValueError: If message weights cannot be assigned to turns.
         """
+        results: dict[int, Encoded | UntrainableError] = {}
+        said = [self._says_scaffold(conversation) for conversation in conversations]
+        for value, encoder in ((False, self), (True, self._without_scaffolds)):
+            rows = [row for row, says in enumerate(said) if says is value]
+            if rows:
+                masked = encoder._mask(
+                    [conversations[row] for row in rows], [rendered[row] for row in rows], [ids[row] for row in rows]
+                )
+                results |= zip(rows, masked, strict=True)
+        return [results[row] for row in range(len(said))]
+
+    def _says_scaffold(self, conversation: Conversation) -> bool:
+        """Return True if a message of a trained role begins with a scaffold in `unwritten`."""
+        return bool(self.unwritten) and any(
+            text_of(message).lstrip().startswith(self.unwritten) for message in self._messages(conversation)[0]
+        )
+
+    @functools.cached_property
+    def _without_scaffolds(self) -> ChatEncoder:
+        """Encoder that trains the scaffolds in `unwritten`."""
+        parts = self.markers.exclusions
+        kept = (part for part in parts if part.kind != "scaffold" or part.start[0].text.strip() not in self.unwritten)
+        return replace(self, markers=replace(self.markers, exclusions=tuple(kept)))
+
+    def _mask(
+        self, conversations: Sequence[Conversation], rendered: Sequence[Rendered], ids: Sequence[NDArray[np.int32]]
+    ) -> list[Encoded | UntrainableError]:
+        """Compute loss masks like `mask`, and exclude all scaffolds in `markers`."""
         options, quiet = self.options, not self.options.train_thinking
         turns_of_rows = find_turns(ids, self.markers, options)
         num_turns = turns_of_rows.per_row(turns_of_rows.begun)
@@ -264,7 +299,10 @@ class ChatEncoder:
                 for conversation, text, turns in zip(conversations, rendered, num_turns.tolist(), strict=True)
             ]
         )
-        weights = None if usual.all() else self._weights(conversations, usual, num_turns)
+        sizes = {} if usual.all() else self._sizes(conversations, usual, turns_of_rows)
+        weights = None if usual.all() else self._weights(conversations, usual, num_turns, sizes)
+        if options.train_on == "last_turn":
+            turns_of_rows = turns_of_rows.joined(sizes)
         masked = mask_turns(turns_of_rows, self.markers, options, weights)
         if self.leaves_open:
             masked.stopless[turns_of_rows.last_turns()] = False
@@ -297,14 +335,35 @@ class ChatEncoder:
             )
         return results
 
+    def _sizes(
+        self, conversations: Sequence[Conversation], usual: NDArray[np.bool_], turns: TokenTurns
+    ) -> dict[int, Sequence[int]]:
+        """Return the number of turns of each message, for rows with several turns in a message that need it."""
+        sizes: dict[int, Sequence[int]] = {}
+        for row in np.flatnonzero(~usual).tolist():
+            messages, _ = self._messages(conversations[row])
+            place = turns.begun_in(row)
+            is_weighted = any({"train", "weight"} & message.keys() for message in messages)
+            if len(place) > len(messages) and (is_weighted or self.options.train_on == "last_turn"):
+                texts = self._read([turns.ids[turns.spans.content[at] : turns.spans.end[at]] for at in place.tolist()])
+                messages, _ = self._messages(self.renderer.as_decoded(conversations[row]))
+                known = turns_of_messages(messages, texts)
+                if known is not None:
+                    sizes[row] = known
+        return sizes
+
     def _weights(
-        self, conversations: Sequence[Conversation], usual: NDArray[np.bool_], num_turns: NDArray[np.int64]
+        self,
+        conversations: Sequence[Conversation],
+        usual: NDArray[np.bool_],
+        num_turns: NDArray[np.int64],
+        sizes: Mapping[int, Sequence[int]],
     ) -> list[list[float] | None] | None:
         """Return the weights of each row's turns, None for a row without weights; None if no row has weights."""
         weights: list[list[float] | None] = [None] * len(conversations)
         for row in np.flatnonzero(~usual).tolist():
-            messages = [message for message in conversations[row]["messages"] if message["role"] in self.options.roles]
-            weights[row] = turn_weights(messages, int(num_turns[row]))
+            messages, _ = self._messages(conversations[row])
+            weights[row] = turn_weights(messages, int(num_turns[row]), sizes.get(row))
         return None if all(row_weights is None for row_weights in weights) else weights
 
     def _check(
@@ -320,10 +379,11 @@ class ChatEncoder:
         """
         options, quiet = self.options, not self.options.train_thinking
         tokens = slice(int(turns.rows.borders[row]), int(turns.rows.borders[row + 1]))
-        ids, mine = turns.ids[tokens], turns.of_row(row)
+        ids = turns.ids[tokens]
+        written, conversation = conversation, self.renderer.as_decoded(conversation)
         messages, _ = self._messages(conversation)
         if not options.train_on_inputs:
-            place = np.flatnonzero(turns.begun[mine]) + mine.start
+            place = turns.begun_in(row)
             # The last token of a start marker may hold the first characters of the content.
             begins = turns.spans.content[place]
             tails = np.array([int(token) not in self.renderer.added_ids for token in turns.ids[begins - 1]], dtype=bool)
@@ -339,6 +399,9 @@ class ChatEncoder:
             if feature is not None and not is_exact(messages, read(), self._ends(turns, place), self._marker_texts):
                 raise UntrainableError(f"the chat format failed its check for {feature}", self.unproven[feature])
             check_turns(conversation, options.roles, read, len(contents), rendered.suspicious)
+            if options.train_on == "last_turn" and len(np.unique(turns.spans.message[place])) > len(messages):
+                raise UntrainableError(NOT_PROVEN, "it is not certain which turns are the last message")
+            self._check_words(messages, turns, masked, place)
             whole = options.train_on == "all" and not any(
                 "train" in message or "weight" in message for message in conversation["messages"]
             )
@@ -348,10 +411,30 @@ class ChatEncoder:
             check_trained(conversation, options.roles, trained, quiet, whole)
             closed = self._check_ends(conversation, turns, masked, place, read)
             check_leaks(conversation, options.roles, trained, self.leaking, closed)
-        text = rendered.text
         if rendered.sanitized:
-            (text,) = self._read([ids])
-        return num_unwritten(messages, text)
+            return num_unwritten(messages, *self._read([ids]))
+        return num_unwritten(self._messages(written)[0], rendered.text)
+
+    def _check_words(
+        self, messages: Sequence[Message], turns: TokenTurns, masked: LossMask, place: NDArray[np.int64]
+    ) -> None:
+        """Check that a message without an answer is not trained by its end marker alone.
+
+        The arguments are those of `_check_ends`; `messages` are those of trained roles.
+
+        Raises:
+            UntrainableError: If no word of such a message is trained, but its end marker is.
+        """
+        ends_alone = self.options.train_on_eos == "all" and self.options.train_on == "last_turn"
+        if len(messages) != len(place) or ends_alone:
+            return
+        spans = turns.spans
+        for message, at in zip(messages, place.tolist(), strict=True):
+            words, end = slice(spans.content[at], spans.end[at]), slice(spans.end[at], spans.stop[at])
+            if is_thought(message) and masked.trained[end].any():
+                (text,) = self._read([turns.ids[words][masked.trained[words]]])
+                if not text.strip():
+                    raise UntrainableError(NO_WORDS, f"{text_of(message)[:80]!r} has no answer")
 
     def _check_ends(
         self,

@@ -9,7 +9,9 @@ messages, reasoning parts and tool calls together.
 
 Numbers are not sufficient if a message contains a plain-text marker, messages have weights or tool calls, the numbers
 differ, the assistant speaks first, or another role speaks last. Then the text of the turns is compared with the text of
-the messages, too. In all rows that are checked, trained text must not contain what other roles say.
+the messages, too. If a message contains a plain-text marker, each message must be a turn. If the numbers differ, turns
+get weights of messages only if the text of each turn tells to which message it belongs. In all rows that are checked,
+trained text must not contain what other roles say.
 
 A row may have a feature for which the chat format failed its check. Such a row is trained if each turn is exactly the
 text of its message. A turn without an end marker is trained if nothing but tags and symbols follows its last words.
@@ -20,6 +22,7 @@ as many turns as messages.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -101,6 +104,12 @@ def thoughts(message: Message) -> list[str]:
     return [line for line in (" ".join(thought.split()) for thought in texts) if line]
 
 
+def is_thought(message: Message) -> bool:
+    """Return True if a message has reasoning in <think> tags, but neither an answer nor a tool call."""
+    _, tag, answer = text_of(message).rpartition("</think>")
+    return bool(tag) and not answer.strip() and "tool_calls" not in message
+
+
 def num_unwritten(messages: Sequence[Message], text: str) -> int:
     """Return the number of messages whose reasoning a chat template has left out of `text`."""
     thoughts_of = [thoughts(message) for message in messages]
@@ -135,6 +144,7 @@ NO_CALLS = "the chat template leaves out a tool call"
 NO_TEXT = "the chat template leaves out the text beside a tool call"
 LEAKED = "text of other roles would be trained"
 THINKS = "its reasoning cannot be left out"
+NO_WORDS = "only the end marker of a turn would be trained"
 NO_END = "a trained turn has no end marker"
 # Minimum length of another role's text, characters, for which finding it in trained text is an error. Shorter texts may
 # occur by chance.
@@ -185,19 +195,22 @@ def is_usual(
     )
 
 
-def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | None:
+def turn_weights(messages: Sequence[Message], num_turns: int, sizes: Sequence[int] | None = None) -> list[float] | None:
     """Return the weight of each trained turn; None if no message has a weight.
 
     Args:
         messages: Messages of trained roles.
         num_turns: Number of turns that the messages have after rendering.
+        sizes: Number of turns of each message; None if it is not known.
 
     Raises:
-        WeightsError: If the numbers of messages and turns differ, and so do the weights.
+        WeightsError: If the weights of messages differ, and it is not known which turns they have.
     """
     if not any("train" in message or "weight" in message for message in messages):
         return None
     weights = [float(message.get("weight", 1.0)) * bool(message.get("train", True)) for message in messages]
+    if sizes is not None:
+        return [weight for weight, size in zip(weights, sizes, strict=True) for _ in range(size)]
     if len(weights) == num_turns:
         return weights
     if len(set(weights)) > 1:
@@ -207,6 +220,49 @@ def turn_weights(messages: Sequence[Message], num_turns: int) -> list[float] | N
             "weights cannot be assigned. Leave them out, or give consecutive messages the same weight."
         )
     return weights[:1] * num_turns
+
+
+def turns_of_messages(messages: Sequence[Message], turns: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the number of turns of each message; None if it is not certain.
+
+    A template may write reasoning and tool calls as turns of their own.
+
+    Args:
+        messages: Messages of trained roles.
+        turns: Text of each trained turn, without its end marker.
+    """
+    lines = [*map(_line, turns)]
+    # Map from the number of turns that the messages so far may have to at most two ways to divide these turns.
+    divided: dict[int, list[tuple[int, ...]]] = {0: [()]}
+    for message in messages:
+        longer: dict[int, list[tuple[int, ...]]] = {}
+        for begin, ways in divided.items():
+            for size in range(1, min(_most_turns(message), len(lines) - begin) + 1):
+                if _is_divided(message, lines[begin : begin + size]):
+                    ends = longer.setdefault(begin + size, [])
+                    ends += [(*way, size) for way in ways][: 2 - len(ends)]
+        divided = longer
+    ways = divided.get(len(lines), [])
+    return ways[0] if len(ways) == 1 else None
+
+
+def _most_turns(message: Message) -> int:
+    return 1 + len(message.get("tool_calls") or ()) + ("reasoning_content" in message)
+
+
+def _is_divided(message: Message, turns: Sequence[str]) -> bool:
+    """Return True if turns are the calls and the answer of a message, after at most one turn of its reasoning."""
+    answer = _line(text_of(message).rpartition("</think>")[2])
+    names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    said = [any(name in turn for name in names) or (answer and _ends_with(turn, answer)) for turn in turns]
+    is_whole = all(any(name in turn for turn in turns) for name in names) and any(answer in turn for turn in turns)
+    return is_whole and all(said[1:]) and bool(said[0] or any(_ends_with(turns[0], text) for text in thoughts(message)))
+
+
+def _ends_with(turn: str, text: str) -> bool:
+    """Return True if nothing but tags and symbols follows a text in a turn."""
+    _, found, rest = turn.rpartition(text)
+    return bool(found) and not re.search(r"\w", _ANY_TAG.sub("", rest))
 
 
 def is_exact(messages: Sequence[Message], turns: Sequence[str], ends: Sequence[str], markers: Collection[str]) -> bool:
@@ -282,8 +338,9 @@ def check_turns(
         UntrainableError: If turns and messages differ.
     """
     messages = [message for message in conversation["messages"] if message["role"] in roles]
-    least = len(messages) if suspicious else _runs(conversation, roles)
-    most = sum(1 + len(message.get("tool_calls") or ()) + ("reasoning_content" in message) for message in messages)
+    least, most = _runs(conversation, roles), sum(map(_most_turns, messages))
+    if suspicious:
+        least = most = len(messages)
     if not least <= num_turns <= most:
         details = f"{plural(num_turns, 'turn')} for {plural(len(messages), 'message')} of {', '.join(roles)}"
         raise UntrainableError(NOT_PROVEN, details)
@@ -392,11 +449,23 @@ def check_leaks(
         has_spoken |= message["role"] == "assistant"
 
 
+# Functions that write a tool call as templates do.
+_CALL_WRITERS: tuple[Callable[[Any], str], ...] = (
+    lambda call: " ".join(_strings(call)),
+    functools.partial(json.dumps, ensure_ascii=False, default=str),
+    functools.partial(json.dumps, ensure_ascii=False, default=str, separators=(",", ":")),
+    repr,
+)
+
+
 def _exceeds(trained: str, conversation: Conversation, roles: Sequence[str], texts: Collection[str]) -> bool:
-    """Return True if a text is trained more often than the trained roles say it."""
-    spoken = " ".join(text_said(message) for message in conversation["messages"] if message["role"] in roles)
+    """Return True if a text is trained more often than the trained roles say it, however calls are written."""
+    messages = [message for message in conversation["messages"] if message["role"] in roles]
+    answers = [text_said({**message, "tool_calls": []}) for message in messages]
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    spoken = [_line(" ".join((*answers, *map(write, calls)))) for write in _CALL_WRITERS]
     trained_line = _line(trained)
-    return any(trained_line.count(text) > spoken.count(text) for text in texts)
+    return any(trained_line.count(text) > max(form.count(text) for form in spoken) for text in texts)
 
 
 def check_trained(
@@ -417,10 +486,10 @@ def check_trained(
     """
     trained_line = " ".join(trained.split())
     messages = [message for message in conversation["messages"] if message["role"] in roles]
-    spoken = " ".join(map(text_said, messages))
     for message in conversation["messages"]:
         text = " ".join(text_of(message).split())
-        if message["role"] not in roles and len(text) >= _TELLING and trained_line.count(text) > spoken.count(text):
+        is_other = message["role"] not in roles and len(text) >= _TELLING and text in trained_line
+        if is_other and _exceeds(trained, conversation, roles, [text]):
             raise UntrainableError(LEAKED, f"{message['role']!r} says {text[:80]!r}")
     if not quiet:
         return

@@ -43,6 +43,19 @@ def with_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render) -> 
     return _with(markers, vocabulary, (Exclusion("scaffold", text) for text in texts))
 
 
+def unwritten_scaffolds(markers: Markers, vocabulary: Vocabulary, render: Render) -> tuple[str, ...]:
+    """Return the scaffolds that the template writes neither before known answers nor in the generation prompt.
+
+    It may write them in other conversations: SmolLM3's does after a system message with "/no_think". Whitespace at the
+    borders is left out. The arguments are those of `with_scaffolds`.
+    """
+    texts = dict.fromkeys(part.start[0].text.strip() for part in markers.exclusions if part.kind == "scaffold")
+    if not texts or not any(role.role == ASSISTANT for role in markers.roles):
+        return ()
+    written = "".join((_rendered(vocabulary, render) + _prompt(render, vocabulary)).split())
+    return tuple(text for text in texts if "".join(text.split()) not in written)
+
+
 def with_tags(markers: Markers, vocabulary: Vocabulary, render: Render) -> Markers:
     """Return markers that exclude reasoning in tags such as "<think>" and, if needed, in tags of the template.
 

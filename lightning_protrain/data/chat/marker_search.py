@@ -115,11 +115,9 @@ class MarkerSearch:
                     hits = hits[rows.ids[position[hits] + offset] == token]
                 end = position[hits] + len(marker.ids)
                 if marker.tails:
-                    # A marker at the end of a row needs no tail, which may have been truncated.
-                    inside = end < limit[hits]
-                    tail = rows.ids.take(end, mode="clip")
-                    valid = ~inside | np.isin(tail, self._tails[marker.tails])
-                    hits, end = hits[valid], (end + inside)[valid]
+                    valid = end < limit[hits]
+                    valid[valid] = np.isin(rows.ids[end[valid]], self._tails[marker.tails])
+                    hits, end = hits[valid], end[valid] + 1
                 stop[hits], index[hits] = end, number
             matched = np.flatnonzero(index != _NONE)
             matches.append(Matches(position[matched], stop[matched], index[matched]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -58,6 +58,23 @@ class TokenTurns:
     def of_row(self, row: int) -> slice:
         """Return the slice that selects the turns of one row from arrays of shape [turns]."""
         return slice(int(self.first[row]), int(self.first[row + 1]))
+
+    def begun_in(self, row: int) -> Integers:
+        """Return the numbers of a row's `begun` turns."""
+        part = self.of_row(row)
+        return np.flatnonzero(self.begun[part]) + part.start
+
+    def joined(self, sizes: Mapping[int, Sequence[int]]) -> TokenTurns:
+        """Return turns of which those of one message share its number in `Spans.message`.
+
+        Args:
+            sizes: Number of `begun` turns of each message, for rows with several turns in a message.
+        """
+        message = self.spans.message.copy()
+        for row, numbers in sizes.items():
+            place = self.begun_in(row)
+            message[place] = np.repeat(place[np.cumsum(numbers) - 1], numbers)
+        return replace(self, spans=replace(self.spans, message=message))
 
 
 def find_turns(rows: Sequence[NDArray[np.int32]], markers: Markers, options: MaskOptions) -> TokenTurns:
@@ -165,7 +182,8 @@ class MaskOptions:
         train_on_eos: Turns whose end marker is trained: `turn` for trained turns; `all` for other turns, too, unless
             the marker also begins a turn or belongs to a role with `include_end=False`; `last` for the last turn of a
             trained role in each row, unless it was truncated; or `none`.
-        train_on: `all` for every turn of a trained role, or `last_turn` for the last one in each row.
+        train_on: `all` for every turn of a trained role, or `last_turn` for the last one in each row, with further
+            turns of the same message.
         train_thinking: True trains reasoning.
 
     Raises:
@@ -290,7 +308,10 @@ def _trained_turns(
     """
     if not options.roles:
         return np.zeros(rows.ids.size, dtype=bool)
-    turns = last_of_row(rows, spans, trainable) if options.train_on == "last_turn" else trainable
+    turns = trainable
+    if options.train_on == "last_turn":
+        last = last_of_row(rows, spans, trainable)
+        turns = trainable & np.isin(spans.message, spans.message[last])
     with_start = np.array([role.include_start for role in markers.roles], dtype=bool)[spans.role]
     terminated = np.array([role.include_end for role in markers.roles], dtype=bool)[spans.role]
     others = np.zeros_like(turns)

@@ -26,6 +26,7 @@ from lightning_protrain.data.chat.detect_format import (
     family_named,
     find_family,
     has_template,
+    unwritten_scaffolds,
     with_prompt,
     with_scaffolds,
     with_tags,
@@ -164,8 +165,11 @@ class ChatEncoders:
         """Return the encoder for a data set whose rows are like `row`.
 
         Raises:
-            ValueError: As in `encoder`.
+            ValueError: As in `encoder`; or if the row is a preference and the settings would train its prompt.
         """
+        if "sides" in row and (settings.train_on_inputs or settings.train_on_eos == "all"):
+            name = "train_on_inputs: true" if settings.train_on_inputs else "train_on_eos: all"
+            raise ValueError(f"`{name}` trains prompts, but of preferences only answers are trained. Leave it out.")
         side = row["sides"][0] if "sides" in row else row
         if "text" not in side and ("plain" not in side or has_template(self._tokenizer, settings.template)):
             return self.encoder(settings)
@@ -244,6 +248,7 @@ class ChatEncoders:
             markers,
             leaking=leaking_roles(renderer.ids, vocabulary, markers),
             unproven=unproven,
+            unwritten=unwritten_scaffolds(markers, vocabulary, renderer.ids),
             leaves_open=is_open,
             end_ids=end_tokens(renderer.ids, vocabulary, markers),
         )

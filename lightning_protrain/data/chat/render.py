@@ -183,6 +183,21 @@ class Renderer:
         conversation: Any = {"messages": messages} if tools is None else {"messages": messages, "tools": list(tools)}
         return self.encode([self.render(conversation, add_generation_prompt)])[0]
 
+    def as_decoded(self, conversation: Conversation) -> Conversation:
+        """Return a conversation with the text that its tokens decode to.
+
+        A tokenizer may normalize text: Qwen's composes characters, so that "e" with a combining accent becomes one
+        character. ASCII text is not compared.
+        """
+        texts = [text for text in dict.fromkeys(_strings(conversation["messages"])) if not text.isascii()]
+        if not texts or self._encodes_at_once:
+            return conversation
+        # A control token is no text to normalize.
+        ids = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        decoded = dict(zip(texts, self.tokenizer.batch_decode(ids), strict=True))
+        messages = _mapped(conversation["messages"], lambda text: decoded.get(text, text))
+        return {**conversation, "messages": messages}
+
     def _ids_at_once(self, conversation: Conversation, tools: Any, add_generation_prompt: bool) -> list[int]:
         # mistral-common refuses arguments that are None or False.
         options = {"tools": tools} if tools else {}
@@ -368,17 +383,26 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _marked(value: Any, control: re.Pattern[str]) -> Any:
-    """Mark control tokens as plain text, in strings, lists, and keys and values of mappings."""
+    """Mark control tokens as plain text, in all strings of a value."""
+
+    def mark(text: str) -> Any:
+        if mark_control_tokens is None and (token := control.search(text)):
+            raise ValueError(
+                f"a message contains {token[0]!r}, a control token of the tokenizer, and transformers {__version__} "
+                'cannot encode it as text: run `pip install -U "transformers>=5.23"`, or remove it from the message'
+            )
+        return text if mark_control_tokens is None else mark_control_tokens(text, control)
+
+    return _mapped(value, mark)
+
+
+def _mapped(value: Any, change: Callable[[str], Any]) -> Any:
+    """Apply a function to strings, also in lists, and in keys and values of mappings."""
     if isinstance(value, Mapping):
-        return {_marked(key, control): _marked(part, control) for key, part in value.items()}
+        return {_mapped(key, change): _mapped(part, change) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_marked(part, control) for part in value]
-    if mark_control_tokens is None and isinstance(value, str) and (token := control.search(value)):
-        raise ValueError(
-            f"a message contains {token[0]!r}, a control token of the tokenizer, and transformers {__version__} cannot "
-            'encode it as text: run `pip install -U "transformers>=5.23"`, or remove it from the message'
-        )
-    return value if mark_control_tokens is None else mark_control_tokens(value, control)
+        return [_mapped(part, change) for part in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _strings(value: Any) -> Iterable[str]:

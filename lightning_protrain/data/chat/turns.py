@@ -28,6 +28,7 @@ class Spans:
         stop: One past the position of the end marker's last token; equal to `end` if there is no end marker.
         role: Index of the role in `Markers.roles`.
         complete: False if the turn was truncated: it has no end marker, and its role requires one or no turn follows.
+        message: Number of the turn's message; `scan` gives each turn a number of its own, see `TokenTurns.joined`.
     """
 
     start: Integers
@@ -36,6 +37,7 @@ class Spans:
     stop: Integers
     role: Integers
     complete: NDArray[np.bool_]
+    message: Integers
 
 
 def scan(rows: TokenRows, markers: Markers) -> Spans:
@@ -59,7 +61,7 @@ def scan(rows: TokenRows, markers: Markers) -> Spans:
         closes = np.flatnonzero((begin <= following[mine]) & (begin < limit[mine]))
         mine, at = mine[closes], at[closes]
         end[mine], stop[mine], complete[mine] = begin[closes], matches.stop[at], True
-    return Spans(starts.position, starts.stop, end, stop, role, complete)
+    return Spans(starts.position, starts.stop, end, stop, role, complete, np.arange(role.size))
 
 
 def terminators(rows: TokenRows, markers: Markers, spans: Spans) -> Integers:

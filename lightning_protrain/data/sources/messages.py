@@ -151,7 +151,13 @@ def _reasoning(entry: Mapping[str, Any], where: str) -> str:
 
 
 def _loss_flags(entry: Mapping[str, Any], message: Message, where: str) -> None:
-    train = entry.get("train", entry.get("training"))
+    if entry.get("train_detail"):
+        raise MalformedRow(
+            f"{where}: `train_detail` trains parts of a message, which is not supported. Remove it; `train: false` in "
+            "its place leaves the whole message out."
+        )
+    loss = entry.get("loss")
+    train = entry.get("train", entry.get("training", loss if isinstance(loss, bool) else None))
     if train is not None:
         if train not in (0, 1):
             raise MalformedRow(f"{where}: `train` is {train!r}. Give true or false.")

@@ -248,6 +248,8 @@ def _turns(row_format: RowFormat, entries: Any, what: str) -> list[Any]:
 def _untrained(entry: Any) -> Any:
     if not isinstance(entry, Mapping) or any(entry.get(key) is not None for key in ("train", "training", "weight")):
         return entry
+    if isinstance(entry.get("loss"), bool):
+        return entry
     return {**entry, "train": False}
 
 
