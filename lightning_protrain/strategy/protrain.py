@@ -737,7 +737,7 @@ class ProTrainStrategy(ParallelStrategy):
 
 def _refuse_unstreamed(trainer: Trainer, plan: Plan, device: torch.device) -> None:
     """Raise ValueError if streamed weights would be traced, or pruned on a GPU, which needs them there at any time."""
-    if plan.does_anything and any(getattr(logger, "_log_graph", False) for logger in trainer.loggers):
+    if plan.does_anything and any(vars(logger).get("_log_graph") for logger in trainer.loggers):
         raise ValueError(
             "`log_graph=True` of a logger traces the model, whose blocks are streamed or recomputed. Leave it out, or "
             'give plan="resident".'
