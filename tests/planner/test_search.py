@@ -96,6 +96,7 @@ def excess(problem: Problem, knobs: Knobs, allowed: list[Candidate]) -> float | 
             search(problem, knobs)
         return None
     found = find_any(problem, knobs)
+    assert found is not None, "a plan fits, and none was found"
     timeline = memory_timeline(problem, found.plan)
     assert device_bytes(timeline, found.plan, problem.evaluates) <= (problem.device_bytes or 1 << 62)
     assert timeline.host_peak <= (1 << 62 if problem.host_bytes is None else problem.host_bytes)
