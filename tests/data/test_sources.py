@@ -134,7 +134,7 @@ def test_files_of_data_that_are_not_read_are_named(path: str, unread: str) -> No
     for name in ("b.JSONL", "c.jsonl.gz", "e.csv", "notes.txt", "README.md", "dataset_info.json"):
         Path("chats", name).write_text("x")
     _write("chats/d.json", ROWS)
-    with pytest.warns(UserWarning, match=rf"Not read of '{re.escape(path)}': \d files of data, chats/{unread}\. Files"):
+    with pytest.warns(UserWarning, match=rf"Left out of '{re.escape(path)}': chats/{unread}\. \.jsonl, "):
         assert _load(path) == {"train": ROWS}
 
 

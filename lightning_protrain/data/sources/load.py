@@ -368,8 +368,7 @@ def _name_unread(found: Iterable[Path], read: Collection[Path], name: str) -> No
     if unread:
         named = ", ".join(map(str, unread[:_MOST_NAMES])) + (", ..." if len(unread) > _MOST_NAMES else "")
         rank_zero_warn(
-            f"Not read of {name!r}: {plural(len(unread), 'file')} of data, {named}. Files of the kinds "
-            f"{', '.join(SUFFIXES)} are read, and of a folder those of one kind."
+            f"Left out of {name!r}: {named}. {', '.join(SUFFIXES)} files are read, and of a folder those of one kind."
         )
 
 
